@@ -1,0 +1,262 @@
+"""Conversion on disk: torch checkpoint -> model folder -> torch files, streamed."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from convert.casting import cast, float_dtype
+from convert.reader import Reader, sha256
+from convert.resolve import CHOICES
+from convert.source import TorchSource, open_torch
+from convert.transform import torch_arrays, with_aliases
+from jaxslm.files import atomic_output, check_destination
+from jaxslm.models import Config
+from jaxslm.safetensors_io import TensorSpec, write_tensors
+from jaxslm.weights import OWNED_FILES, map_folder, write_folder
+
+PARITY_FILE = "parity.json"
+INDEX_FILE = "model.safetensors.index.json"
+TORCH_FOLDER_FILES = ("config.json", INDEX_FILE, "model.safetensors", "model-*-of-*.safetensors")
+DEFAULT_SHARD_SIZE = 5 * 10**9
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What a conversion did.
+
+    Attributes:
+        destination: what was written.
+        config: the model's.
+        tensors: number of torch tensors, tied ones once.
+        parameters: number of numbers in them.
+        nbytes: size of the weights written.
+        identical: tensors whose bytes are those of the checkpoint that the model folder was
+            converted from; None where that is not known.
+        notes: what the user should know.
+    """
+
+    destination: Path
+    config: Config
+    tensors: int
+    parameters: int
+    nbytes: int
+    identical: int | None
+    notes: tuple[str, ...]
+
+
+def torch_to_folder(
+    source: Path,
+    destination: Path,
+    *,
+    overrides: tuple[str, ...] = (),
+    preset: str | None = None,
+    dtype: str | None = None,
+    allow_nonfinite: bool = False,
+    overwrite: bool = False,
+    check: Callable[[TorchSource], Mapping[str, Any]] | None = None,
+) -> Converted:
+    """Converts a torch checkpoint to a model folder, with a parity.json beside the weights.
+
+    Args:
+        source: checkpoint in any supported container.
+        destination: folder to create.
+        overrides: "field=value" for config fields that the file does not give.
+        preset: name of a config of the original.
+        dtype: cast every parameter to this; None keeps each tensor's own.
+        allow_nonfinite: accept NaN and infinities in the weights.
+        overwrite: replace an earlier model folder.
+        check: called before anything is written; its result is recorded.
+
+    Raises:
+        ValueError: as `convert.to_jax`.
+        OSError: a file cannot be read or written, or the destination exists.
+    """
+    check_destination(destination, overwrite=overwrite, owns=OWNED_FILES)
+    opened = open_torch(source, overrides=overrides, preset=preset, cast=dtype is not None)
+    figures = None if check is None else check(opened)
+    by_path = {leaf.path: leaf for leaf in opened.leaves}
+    with (
+        atomic_output(destination, overwrite=overwrite, owns=OWNED_FILES) as folder,
+        Reader(opened, dtype) as reader,
+        ThreadPoolExecutor(1) as hasher,
+    ):
+        files = {path: hasher.submit(_file_sha256, path) for path in opened.checkpoint.files}
+        specs = reader.specs()
+        write_folder(folder, opened.config, specs, lambda path: reader.parameter(by_path[path]))
+        digests = reader.finish(allow_nonfinite=allow_nonfinite)
+        record = {
+            "jaxslm": _version("jaxslm"),
+            "versions": {
+                "python": platform.python_version(),
+                **{name: _version(name) for name in ("jax", "flax", "numpy", "torch")},
+            },
+            "table": {"model": opened.table.model, "version": opened.table.version},
+            "source": {
+                "container": opened.checkpoint.container,
+                "layout": opened.checkpoint.layout,
+                "sha256": {path.name: digest.result() for path, digest in files.items()},
+            },
+            "config_origins": opened.resolved.origins,
+            "cast": dtype,
+            "tensors": _tensor_records(opened, digests),
+            "check": figures,
+        }
+        (folder / PARITY_FILE).write_text(json.dumps(record, indent=1) + "\n")
+    extras = opened.checkpoint.extras
+    notes = [f"not converted: {name} ({what})" for name, what in extras.items()]
+    notes += [
+        f"not used: {', '.join(names)} in {source_name}"
+        for source_name, names in opened.resolved.unused.items()
+    ]
+    return Converted(
+        destination=destination,
+        config=opened.config,
+        tensors=len(digests),
+        parameters=sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs.values()),
+        nbytes=sum(spec.nbytes for spec in specs.values()),
+        identical=None,
+        notes=tuple(notes),
+    )
+
+
+def folder_to_torch(
+    source: Path,
+    destination: Path,
+    *,
+    dtype: str | None = None,
+    shard_size: int | None = None,
+    overwrite: bool = False,
+) -> Converted:
+    """Converts a model folder to torch files that the original loads with strict=True.
+
+    Args:
+        source: model folder.
+        destination: a .pt, .pth or .bin file (needs torch), a .safetensors file, or, without a
+            suffix, a folder of safetensors shards with index and config.json.
+        dtype: cast every tensor to this; None keeps each parameter's own.
+        shard_size: largest size of a shard in bytes, for a folder; None for 5 GB.
+        overwrite: replace an earlier output.
+
+    Raises:
+        ValueError: the folder is damaged, or a cast overflows, or the destination makes no sense.
+        ImportError: a .pt file was asked for and torch is not installed.
+        OSError: a file cannot be read or written, or the destination exists.
+    """
+    suffix = destination.suffix.lower()
+    if suffix not in ("", ".safetensors", *TORCH_SUFFIXES):
+        raise ValueError(
+            f"{destination}: name a .pt, .pth, .bin or .safetensors file, or a folder without a "
+            "suffix for sharded safetensors"
+        )
+    if shard_size is not None and suffix:
+        raise ValueError("--shard-size is for a folder: name the output without a suffix")
+    check_destination(destination, overwrite=overwrite, owns=TORCH_FOLDER_FILES)
+    config, arrays = map_folder(source)
+    state = torch_arrays(config, arrays)
+    target = None if dtype is None else float_dtype(dtype)
+    before = _digests_of_source(source)
+    after: dict[str, str] = {}
+
+    def tensor(key: str) -> np.ndarray:
+        array = np.ascontiguousarray(cast(state[key], target or state[key].dtype, key))
+        after[key] = sha256(array)
+        return array
+
+    with atomic_output(destination, overwrite=overwrite, owns=TORCH_FOLDER_FILES) as path:
+        if suffix in TORCH_SUFFIXES:
+            from convert.torch_io import from_numpy, save_state_dict
+
+            tensors = {key: from_numpy(tensor(key)) for key in state}
+            save_state_dict(path, with_aliases(config, tensors))
+        else:
+            owners = with_aliases(config, {key: key for key in state})
+            specs = {
+                key: TensorSpec(state[owner].shape, target or state[owner].dtype)
+                for key, owner in owners.items()
+            }
+            said = {name: value for name, value in asdict(config).items() if name not in CHOICES}
+            if suffix:
+                metadata = {"format": "pt", "config": json.dumps(said)}
+                write_tensors(path, specs, lambda key: tensor(owners[key]), metadata)
+            else:
+                _write_shards(path, specs, lambda key: tensor(owners[key]), said, shard_size)
+    return Converted(
+        destination=destination,
+        config=config,
+        tensors=len(state),
+        parameters=sum(array.size for array in state.values()),
+        nbytes=sum(array.size * (target or array.dtype).itemsize for array in state.values()),
+        identical=before and sum(before.get(key) == digest for key, digest in after.items()),
+        notes=(),
+    )
+
+
+def _write_shards(
+    folder: Path,
+    specs: Mapping[str, TensorSpec],
+    read: Callable[[str], np.ndarray],
+    config: Mapping[str, Any],
+    shard_size: int | None,
+) -> None:
+    """Safetensors shards of at most `shard_size` bytes (a larger tensor has one of its own)."""
+    shards: list[dict[str, TensorSpec]] = [{}]
+    for key, spec in specs.items():
+        held = sum(other.nbytes for other in shards[-1].values())
+        if shards[-1] and held + spec.nbytes > (shard_size or DEFAULT_SHARD_SIZE):
+            shards.append({})
+        shards[-1][key] = spec
+    folder.mkdir()
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(folder / name, shard, read, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+    total = sum(spec.nbytes for spec in specs.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _tensor_records(source: TorchSource, digests: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What parity.json says of each torch tensor."""
+    return {
+        part.key: {
+            "sha256": digests[part.key],
+            "dtype": source.tensor(part.key).torch_dtype,
+            "shape": list(part.shape),
+            "parameter": leaf.path,
+        }
+        for leaf in source.leaves
+        for part in leaf.parts
+    }
+
+
+def _digests_of_source(folder: Path) -> dict[str, str] | None:
+    """SHA-256 by torch key of the checkpoint that a folder came from, where it says so."""
+    try:
+        tensors = json.loads((folder / PARITY_FILE).read_text())["tensors"]
+        return {key: record["sha256"] for key, record in tensors.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _version(package: str) -> str | None:
+    """An installed package's version, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

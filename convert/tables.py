@@ -1,0 +1,58 @@
+"""Which table a set of torch keys belongs to, or what it looks like instead."""
+
+import re
+from collections.abc import Mapping
+
+from convert.gpt import TABLE as GPT
+from convert.lumen import TABLE as LUMEN
+from convert.ripple import TABLE as RIPPLE
+from convert.rules import Table
+
+TABLES: dict[str, Table] = {table.model: table for table in (LUMEN, GPT, RIPPLE)}
+
+# What other people's keys look like, the first that fits. Only for messages.
+_LOOKS_LIKE = (
+    (r"(transformer\.)?h\.\d+\.attn\.c_attn\.weight", "GPT-2 (fused q, k, v: c_attn)"),
+    (r".*\.(SCB|qweight|qzeros|quant_state.*|weight_scale)", "a quantised checkpoint"),
+    (r".*lora_[AB]\..*", "a LoRA adapter, not a whole model"),
+    (r"(model\.)?layers\.\d+\.self_attn\.q_proj\.weight", "a Llama-style Hugging Face model"),
+    (r"(bert\.)?encoder\.layer\.\d+\..*", "BERT"),
+    (r"layer[1-4]\.\d+\.conv\d\.weight", "a ResNet"),
+    (r".*conv\d*\.weight", "a convolutional network"),
+    (r"blocks\.attention\.w[qk]", "this project's own parameters without their config.json"),
+    (r"(state|param_groups)(\..*)?", "an optimizer's state, not a model's"),
+)
+
+
+def table_for(shapes: Mapping[str, tuple[int, ...]]) -> Table:
+    """The table whose rules take most of the keys.
+
+    Raises:
+        ValueError: no table takes half of them; says what the keys look like.
+    """
+    score = {name: _share(table, shapes) for name, table in TABLES.items()}
+    best = max(score, key=score.__getitem__)
+    if not shapes or score[best] < 0.5:
+        likeness = next(
+            (
+                what
+                for pattern, what in _LOOKS_LIKE
+                if any(re.fullmatch(pattern, k) for k in shapes)
+            ),
+            None,
+        )
+        some = ", ".join(list(shapes)[:4]) or "no tensors"
+        raise ValueError(
+            f"this is not a Lumen, GPT or Ripple checkpoint: it looks like "
+            f"{likeness or 'something else'} ({len(shapes)} tensors: {some}, ...)"
+        )
+    return TABLES[best]
+
+
+def _share(table: Table, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """Share of the keys that a table knows, whatever their layer and head numbers."""
+    names = [rule.torch for rule in table.rules] + list(table.ties)
+    patterns = [re.sub(r"\\{\w+\\}", r"\\d+", re.escape(name)) for name in names]
+    patterns += [rule.pattern for rule in table.ignored]
+    known = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+    return sum(bool(known.fullmatch(key)) for key in shapes) / max(len(shapes), 1)

@@ -1,0 +1,29 @@
+"""Numpy arrays as torch tensors and back, and torch files written. Needs the torch extra."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import torch
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """A contiguous tensor with a copy of the array's bytes; bfloat16 included."""
+    copy = np.array(array, order="C")
+    if copy.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(copy)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's bytes as an array; bfloat16 as ml_dtypes.bfloat16."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def save_state_dict(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a raw state dict that `torch.load(weights_only=True)` reads."""
+    torch.save(dict(tensors), path)

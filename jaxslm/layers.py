@@ -1,0 +1,123 @@
+"""Leaf layers that the models share: norms, embedding look-up, dropout, initial distributions.
+
+A dtype called `dtype` is the compute dtype. Statistics and accumulations are made in `wide(dtype)`:
+float32, or float64 when that is the compute dtype.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+
+def wide(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype that statistics and contractions accumulate in: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def contract(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Einsum of `x` with `w` cast to x's dtype, accumulated in at least float32.
+
+    Returns:
+        The contraction, in x's dtype.
+    """
+    return jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=wide(x.dtype)).astype(
+        x.dtype
+    )
+
+
+class LayerNorm(nnx.Module):
+    """Layer normalisation with scale and bias (Ba et al. 2016), as `torch.nn.LayerNorm`.
+
+    The variance is the mean of squared deviations, never E[x^2] - E[x]^2, which cancels.
+    """
+
+    def __init__(self, width: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(width, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis; any float dtype in, the same out."""
+        y = x.astype(wide(x.dtype))
+        y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        y = y * _last_axis(self.scale[...], y) + _last_axis(self.bias[...], y)
+        return y.astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation with scale (Zhang & Sennrich 2019).
+
+    The original computes it in the input dtype; here the statistics are float32 at least, which
+    in bfloat16 is more exact than the original.
+    """
+
+    def __init__(self, width: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis; any float dtype in, the same out."""
+        y = x.astype(wide(x.dtype))
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return (y * _last_axis(self.scale[...], y)).astype(x.dtype)
+
+
+def _last_axis(w: jax.Array, like: jax.Array) -> jax.Array:
+    """A vector shaped and cast to multiply the last axis of `like` without rank promotion."""
+    return w.astype(like.dtype).reshape((1,) * (like.ndim - 1) + w.shape)
+
+
+def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Rows of the table; an id outside [0, V) gives a row of NaN, never another token's row.
+
+    Args:
+        table_VD: any float dtype.
+        tokens_BT: any integer dtype.
+        dtype: dtype of the result.
+
+    Returns:
+        x_BTD.
+    """
+    rows = table_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return rows.astype(dtype)
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zeroes entries with probability `rate` and scales the rest; no key means evaluation."""
+    if key is None or rate == 0.0:
+        return x
+    if rate == 1.0:
+        return jnp.zeros_like(x)
+    kept = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(kept, x / (1.0 - rate), jnp.zeros((), x.dtype))
+
+
+def check_tokens(tokens_BT: jax.Array, limit: int | None, limit_name: str) -> None:
+    """Refuses what is not [B, T] integers, or longer than the model's context.
+
+    Raises:
+        TypeError: the tokens are not integers.
+        ValueError: wrong rank, no tokens, or T above `limit` (named `limit_name`).
+    """
+    if not jnp.issubdtype(tokens_BT.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers, got {tokens_BT.dtype}")
+    if tokens_BT.ndim != 2 or 0 in tokens_BT.shape:
+        raise ValueError(f"tokens must be a non-empty [batch, time], got shape {tokens_BT.shape}")
+    if limit is not None and tokens_BT.shape[1] > limit:
+        raise ValueError(
+            f"the sequence has {tokens_BT.shape[1]} tokens but {limit_name} is {limit}: "
+            f"pass at most {limit}"
+        )
+
+
+def normal(key: jax.Array, shape: tuple[int, ...], std: float) -> nnx.Param:
+    """A float32 parameter drawn from N(0, std^2)."""
+    return nnx.Param(std * jax.random.normal(key, shape, jnp.float32))
+
+
+def uniform_fan_in(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> nnx.Param:
+    """A float32 parameter drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)): torch.nn.Linear's law."""
+    bound = fan_in**-0.5
+    return nnx.Param(jax.random.uniform(key, shape, jnp.float32, -bound, bound))

@@ -1,0 +1,201 @@
+"""GPT: the 298M-parameter decoder. Where it departs from GPT-2:
+
+- grouped-query attention (heads 0,0,1,1 share key-value heads), rotary positions in place of
+  learned ones, no biases in the linear layers;
+- kept from GPT-2: LayerNorm with scale and bias, tanh GELU, tied output head, residual projections
+  that start smaller by sqrt(2 * n_layer).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxslm.attention import attend
+from jaxslm.layers import LayerNorm, check_tokens, contract, embed, normal, wide
+from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
+from jaxslm.rope import RopeTables, rope_tables, rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Fields of the original's `GPTConfig`, then its constants, then how we compute.
+
+    Attributes:
+        layer_norm_eps: torch's default, which the original uses.
+        rope_base: a constant in the original.
+        dtype: compute dtype; "float64" needs JAX's x64 mode and serves the parity check.
+        unroll: layers per step of the layer loop; changes speed, never the output.
+        remat: recompute each layer in the backward pass instead of storing its activations.
+
+    Raises:
+        ValueError: a value or combination that the model cannot have, named.
+        TypeError: a value of the wrong type.
+    """
+
+    block_size: int = 2048
+    vocab_size: int = 32768
+    n_layer: int = 24
+    n_head: int = 16
+    n_kv_head: int = 4
+    n_embd: int = 1024
+    layer_norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    dtype: str = "float32"
+    unroll: int = 1
+    remat: bool = False
+
+    def __post_init__(self):
+        check_types(self)
+        check_positive(
+            self, "block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd",
+            "layer_norm_eps", "rope_base", "unroll",
+        )  # fmt: skip
+        check_choice(self, "dtype", DTYPES)
+        check_divides(self, "n_head", "n_embd")
+        check_divides(self, "n_kv_head", "n_head")
+        if self.head_width % 2:
+            raise ValueError(f"n_embd / n_head = {self.head_width} must be even for RoPE")
+
+    @property
+    def head_width(self) -> int:
+        """H."""
+        return self.n_embd // self.n_head
+
+    @property
+    def context(self) -> int:
+        """Longest sequence that the model accepts."""
+        return self.block_size
+
+    def frozen_parameters(self, length: int) -> tuple[str, ...]:
+        """Paths of parameters that torch does not train at this sequence length: none."""
+        del length
+        return ()
+
+
+class Attention(nnx.Module):
+    """Rotary grouped-query attention with an output projection."""
+
+    def __init__(self, config: GPTConfig, key: jax.Array):
+        q, k, v, o = jax.random.split(key, 4)
+        D, N, K, H = config.n_embd, config.n_head, config.n_kv_head, config.head_width
+        self.wq = normal(q, (D, N, H), 0.02)
+        self.wk = normal(k, (D, K, H), 0.02)
+        self.wv = normal(v, (D, K, H), 0.02)
+        self.wo = normal(o, (N, H, D), 0.02 * (2 * config.n_layer) ** -0.5)
+
+    def __call__(self, x_BTD: jax.Array, rope: RopeTables) -> jax.Array:
+        """Returns the residual update, [B, T, D] in x's dtype."""
+        q_BTNH = rotate(contract("btd,dnh->btnh", x_BTD, self.wq[...]), rope)
+        k_BTKH = rotate(contract("btd,dkh->btkh", x_BTD, self.wk[...]), rope)
+        v_BTKH = contract("btd,dkh->btkh", x_BTD, self.wv[...])
+        return contract("btnh,nhd->btd", attend(q_BTNH, k_BTKH, v_BTKH), self.wo[...])
+
+
+class MLP(nnx.Module):
+    """Linear, tanh GELU, linear; four times as wide inside."""
+
+    def __init__(self, config: GPTConfig, key: jax.Array):
+        up, down = jax.random.split(key)
+        D, F = config.n_embd, 4 * config.n_embd
+        self.w_up = normal(up, (D, F), 0.02)
+        self.w_down = normal(down, (F, D), 0.02 * (2 * config.n_layer) ** -0.5)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the residual update, [B, T, D] in x's dtype."""
+        h_BTF = jax.nn.gelu(contract("btd,df->btf", x_BTD, self.w_up[...]), approximate=True)
+        return contract("btf,fd->btd", h_BTF, self.w_down[...])
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, config: GPTConfig, key: jax.Array):
+        attention, mlp = jax.random.split(key)
+        self.attention_norm = LayerNorm(config.n_embd, config.layer_norm_eps)
+        self.attention = Attention(config, attention)
+        self.mlp_norm = LayerNorm(config.n_embd, config.layer_norm_eps)
+        self.mlp = MLP(config, mlp)
+
+    def __call__(self, x_BTD: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array]:
+        """Returns the stream after attention and after the MLP."""
+        middle_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope)
+        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD))
+
+
+class GPT(nnx.Module):
+    """The language model. Parameters are float32 [in, out], layers stacked on a leading axis.
+
+    Args:
+        config: the architecture.
+        key: PRNG key that the initial parameters are drawn with, from the original's laws.
+    """
+
+    def __init__(self, config: GPTConfig, *, key: jax.Array):
+        embedding, blocks = jax.random.split(key)
+        self.config = config
+        self.embedding = normal(embedding, (config.vocab_size, config.n_embd), 0.02)
+        self.blocks = nnx.vmap(lambda k: Block(config, k))(jax.random.split(blocks, config.n_layer))
+        self.final_norm = LayerNorm(config.n_embd, config.layer_norm_eps)
+
+    def __call__(self, tokens_BT: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """Next-token logits.
+
+        Args:
+            tokens_BT: integer ids; an id outside the vocabulary gives NaN.
+            key: accepted for the models that have dropout; GPT has none.
+
+        Returns:
+            logits_BTV, float32 (float64 when that is the compute dtype).
+
+        Raises:
+            ValueError: no tokens, or more than `block_size` of them.
+            TypeError: the tokens are not integers.
+        """
+        return self.activations(tokens_BT, key=key)["logits"]
+
+    def activations(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        rope: RopeTables | None = None,
+        every_layer: bool = False,
+    ) -> dict[str, jax.Array]:
+        """The forward pass, with what it computes on the way.
+
+        Args:
+            tokens_BT: as in `__call__`.
+            key: as in `__call__`.
+            rope: tables [block_size, H/2] to use in place of our own; the parity check passes
+                torch's, whose last bit may differ.
+            every_layer: also return the stream after each layer's attention and MLP.
+
+        Returns:
+            embedding [B, T, D], final_norm [B, T, D], logits [B, T, V] and, if asked for,
+            attention and block [L, B, T, D].
+        """
+        del key
+        config = self.config
+        T = tokens_BT.shape[-1]
+        check_tokens(tokens_BT, config.block_size, "block_size")
+        cos, sin = rope or rope_tables(config.block_size, config.head_width, config.rope_base)
+        graphdef, layers = nnx.split(self.blocks)
+
+        def layer(x_BTD, params):
+            middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, (cos[:T], sin[:T]))
+            return out_BTD, (middle_BTD, out_BTD) if every_layer else None
+
+        if config.remat:
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        dtype = jnp.dtype(config.dtype)
+        x_BTD = embed(self.embedding[...], tokens_BT, dtype)
+        y_BTD, stack = jax.lax.scan(layer, x_BTD, layers, unroll=config.unroll)
+        norm_BTD = self.final_norm(y_BTD)
+        logits_BTV = jnp.einsum(
+            "btd,vd->btv", norm_BTD, self.embedding[...].astype(dtype),
+            preferred_element_type=wide(dtype),
+        )  # fmt: skip
+        found = {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV}
+        return found | ({"attention": stack[0], "block": stack[1]} if every_layer else {})

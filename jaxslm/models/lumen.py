@@ -1,0 +1,206 @@
+"""Lumen: a 2.75M-parameter decoder. Where it departs from a plain pre-norm transformer:
+
+- multi-query attention: one key-value head by default (the original crashes on any number but 1
+  and `num_heads`; here any divisor works), rotary positions, no biases;
+- RMSNorm, SwiGLU, output head tied to the embedding;
+- embeddings start N(0, 1) while logits have no scale, so the first loss is about 240.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxslm.attention import attend
+from jaxslm.layers import RMSNorm, check_tokens, contract, embed, uniform_fan_in, wide
+from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
+from jaxslm.rope import RopeTables, rope_tables, rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LumenConfig:
+    """Fields of the original's `LumenConfig`, then how we compute.
+
+    Attributes:
+        dtype: compute dtype; "float64" needs JAX's x64 mode and serves the parity check.
+        unroll: layers per step of the layer loop; changes speed, never the output.
+        remat: recompute each layer in the backward pass instead of storing its activations.
+
+    Raises:
+        ValueError: a value or combination that the model cannot have, named.
+        TypeError: a value of the wrong type.
+    """
+
+    vocab_size: int = 2048
+    hidden_dim: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    intermediate_dim: int = 512
+    max_seq_len: int = 1024
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    dtype: str = "float32"
+    unroll: int = 1
+    remat: bool = False
+
+    def __post_init__(self):
+        check_types(self)
+        check_positive(
+            self, "vocab_size", "hidden_dim", "num_layers", "num_heads", "num_kv_heads",
+            "intermediate_dim", "max_seq_len", "rms_norm_eps", "rope_theta", "unroll",
+        )  # fmt: skip
+        check_choice(self, "dtype", DTYPES)
+        check_divides(self, "num_heads", "hidden_dim")
+        check_divides(self, "num_kv_heads", "num_heads")
+        if self.head_width % 2:
+            raise ValueError(f"hidden_dim / num_heads = {self.head_width} must be even for RoPE")
+
+    @property
+    def head_width(self) -> int:
+        """H."""
+        return self.hidden_dim // self.num_heads
+
+    @property
+    def context(self) -> int:
+        """Longest sequence that the model accepts."""
+        return self.max_seq_len
+
+    def frozen_parameters(self, length: int) -> tuple[str, ...]:
+        """Paths of parameters that torch does not train at this sequence length: none."""
+        del length
+        return ()
+
+
+class Attention(nnx.Module):
+    """Rotary multi- or grouped-query attention with an output projection."""
+
+    def __init__(self, config: LumenConfig, key: jax.Array):
+        q, k, v, o = jax.random.split(key, 4)
+        D, N, K, H = config.hidden_dim, config.num_heads, config.num_kv_heads, config.head_width
+        self.wq = uniform_fan_in(q, (D, N, H), D)
+        self.wk = uniform_fan_in(k, (D, K, H), D)
+        self.wv = uniform_fan_in(v, (D, K, H), D)
+        self.wo = uniform_fan_in(o, (N, H, D), D)
+
+    def __call__(self, x_BTD: jax.Array, rope: RopeTables) -> jax.Array:
+        """Returns the residual update, [B, T, D] in x's dtype."""
+        q_BTNH = rotate(contract("btd,dnh->btnh", x_BTD, self.wq[...]), rope)
+        k_BTKH = rotate(contract("btd,dkh->btkh", x_BTD, self.wk[...]), rope)
+        v_BTKH = contract("btd,dkh->btkh", x_BTD, self.wv[...])
+        return contract("btnh,nhd->btd", attend(q_BTNH, k_BTKH, v_BTKH), self.wo[...])
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LumenConfig, key: jax.Array):
+        gate, up, down = jax.random.split(key, 3)
+        D, F = config.hidden_dim, config.intermediate_dim
+        self.w_gate = uniform_fan_in(gate, (D, F), D)
+        self.w_up = uniform_fan_in(up, (D, F), D)
+        self.w_down = uniform_fan_in(down, (F, D), F)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the residual update, [B, T, D] in x's dtype."""
+        gate_BTF = contract("btd,df->btf", x_BTD, self.w_gate[...])
+        up_BTF = contract("btd,df->btf", x_BTD, self.w_up[...])
+        return contract("btf,fd->btd", jax.nn.silu(gate_BTF) * up_BTF, self.w_down[...])
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, config: LumenConfig, key: jax.Array):
+        attention, mlp = jax.random.split(key)
+        self.attention_norm = RMSNorm(config.hidden_dim, config.rms_norm_eps)
+        self.attention = Attention(config, attention)
+        self.mlp_norm = RMSNorm(config.hidden_dim, config.rms_norm_eps)
+        self.mlp = MLP(config, mlp)
+
+    def __call__(self, x_BTD: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array]:
+        """Returns the stream after attention and after the MLP."""
+        middle_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope)
+        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD))
+
+
+class Lumen(nnx.Module):
+    """The language model. Parameters are float32 [in, out], layers stacked on a leading axis.
+
+    Args:
+        config: the architecture.
+        key: PRNG key that the initial parameters are drawn with, from the original's laws.
+    """
+
+    def __init__(self, config: LumenConfig, *, key: jax.Array):
+        embedding, blocks = jax.random.split(key)
+        self.config = config
+        self.embedding = nnx.Param(
+            jax.random.normal(embedding, (config.vocab_size, config.hidden_dim), jnp.float32)
+        )
+        self.blocks = nnx.vmap(lambda k: Block(config, k))(
+            jax.random.split(blocks, config.num_layers)
+        )
+        self.final_norm = RMSNorm(config.hidden_dim, config.rms_norm_eps)
+
+    def __call__(self, tokens_BT: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """Next-token logits.
+
+        Args:
+            tokens_BT: integer ids; an id outside the vocabulary gives NaN.
+            key: accepted for the models that have dropout; Lumen has none.
+
+        Returns:
+            logits_BTV, float32 (float64 when that is the compute dtype).
+
+        Raises:
+            ValueError: no tokens, or more than `max_seq_len` of them.
+            TypeError: the tokens are not integers.
+        """
+        return self.activations(tokens_BT, key=key)["logits"]
+
+    def activations(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        rope: RopeTables | None = None,
+        every_layer: bool = False,
+    ) -> dict[str, jax.Array]:
+        """The forward pass, with what it computes on the way.
+
+        Args:
+            tokens_BT: as in `__call__`.
+            key: as in `__call__`.
+            rope: tables [max_seq_len, H/2] to use in place of our own; the parity check passes
+                torch's, whose last bit may differ.
+            every_layer: also return the stream after each layer's attention and MLP.
+
+        Returns:
+            embedding [B, T, D], final_norm [B, T, D], logits [B, T, V] and, if asked for,
+            attention and block [L, B, T, D].
+        """
+        del key
+        config = self.config
+        T = tokens_BT.shape[-1]
+        check_tokens(tokens_BT, config.max_seq_len, "max_seq_len")
+        cos, sin = rope or rope_tables(config.max_seq_len, config.head_width, config.rope_theta)
+        graphdef, layers = nnx.split(self.blocks)
+
+        def layer(x_BTD, params):
+            middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, (cos[:T], sin[:T]))
+            return out_BTD, (middle_BTD, out_BTD) if every_layer else None
+
+        if config.remat:
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        dtype = jnp.dtype(config.dtype)
+        x_BTD = embed(self.embedding[...], tokens_BT, dtype)
+        y_BTD, stack = jax.lax.scan(layer, x_BTD, layers, unroll=config.unroll)
+        norm_BTD = self.final_norm(y_BTD)
+        logits_BTV = jnp.einsum(
+            "btd,vd->btv", norm_BTD, self.embedding[...].astype(dtype),
+            preferred_element_type=wide(dtype),
+        )  # fmt: skip
+        found = {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV}
+        return found | ({"attention": stack[0], "block": stack[1]} if every_layer else {})

@@ -1,0 +1,265 @@
+"""Ripple: a 6.3M-parameter decoder. Where it departs from a plain pre-norm transformer:
+
+- no positions but a learned decay: each head subtracts |decay| * distance from its scores
+  (ALiBi with trained slopes); learned absolute positions are an option;
+- heads are concatenated straight onto the residual stream: no output projection;
+- an optional window, by the original in chunks (see `jaxslm.attention.attend`);
+- gated MLP: one projection whose first half is the value and second half the SiLU gate; its two
+  linears keep their biases even with `bias=False`, which speaks of q, k, v only;
+- the output head is not tied;
+- under full attention the original's decay gets no gradient: see `decay_gradient`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxslm.attention import WINDOW_MODES, attend
+from jaxslm.layers import LayerNorm, check_tokens, contract, dropout, embed, normal, wide
+from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class RippleConfig:
+    """Fields of the original's `RippleConfig`, then its constant, our choices, how we compute.
+
+    Attributes:
+        block_size: context in training; a limit only with `use_absolute_pos_emb`.
+        attention_window: window in positions, None for full attention (0 becomes None, as the
+            original reads it).
+        layer_norm_eps: torch's default, which the original uses.
+        window_mode: "chunked" as the original, "exact" for the last `attention_window` keys.
+        decay_gradient: "as_torch": the decay is constant where the original's is, that is in
+            sequences no longer than the window; "always": it is trained.
+        dtype: compute dtype; "float64" needs JAX's x64 mode and serves the parity check.
+        unroll: layers per step of the layer loop; changes speed, never the output.
+        remat: recompute each layer in the backward pass instead of storing its activations.
+
+    Raises:
+        ValueError: a value or combination that the model cannot have, named.
+        TypeError: a value of the wrong type.
+    """
+
+    vocab_size: int = 65
+    block_size: int = 256
+    n_layer: int = 6
+    n_head: int = 6
+    n_embd: int = 384
+    dropout: float = 0.2
+    bias: bool = False
+    use_absolute_pos_emb: bool = False
+    attention_window: int | None = None
+    layer_norm_eps: float = 1e-5
+    window_mode: str = "chunked"
+    decay_gradient: str = "as_torch"
+    dtype: str = "float32"
+    unroll: int = 1
+    remat: bool = False
+
+    def __post_init__(self):
+        if self.attention_window == 0:
+            object.__setattr__(self, "attention_window", None)
+        check_types(self)
+        check_positive(
+            self, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "layer_norm_eps",
+            "unroll",
+        )  # fmt: skip
+        check_choice(self, "dtype", DTYPES)
+        check_choice(self, "window_mode", WINDOW_MODES)
+        check_choice(self, "decay_gradient", ("as_torch", "always"))
+        check_divides(self, "n_head", "n_embd")
+        if not 0.0 <= self.dropout <= 1.0:
+            raise ValueError(f"dropout must be between 0 and 1, got {self.dropout}")
+        if self.attention_window is not None and self.attention_window < 1:
+            raise ValueError(
+                f"attention_window must be 1 or more, or None for full attention, "
+                f"got {self.attention_window}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """H."""
+        return self.n_embd // self.n_head
+
+    @property
+    def mlp_width(self) -> int:
+        """F: half of int(n_embd * 8 / 3) rounded up to even."""
+        both = int(self.n_embd * 8 / 3)
+        return (both + both % 2) // 2
+
+    @property
+    def context(self) -> int | None:
+        """Longest sequence that the model accepts; None for no limit."""
+        return self.block_size if self.use_absolute_pos_emb else None
+
+    def frozen_parameters(self, length: int) -> tuple[str, ...]:
+        """Paths of parameters that torch does not train at this sequence length.
+
+        The original reads the decay with .item() where a sequence fits its window, a number
+        without gradient; torch's AdamW then skips the parameter, weight decay included.
+        """
+        full = self.attention_window is None or length <= self.attention_window
+        return ("blocks.attention.decay",) if full and self.decay_gradient == "as_torch" else ()
+
+
+def initial_decay(n_head: int) -> list[float]:
+    """Slopes 0.5 * (0.5^(8/n))^i, with n the next power of two, cut to n_head (cf. ALiBi)."""
+    power = 2 ** math.ceil(math.log2(n_head))
+    return [0.5 * (0.5 ** (8 / power)) ** i for i in range(n_head)]
+
+
+class Attention(nnx.Module):
+    """Attention with distance decay; heads concatenated, not projected."""
+
+    def __init__(self, config: RippleConfig, key: jax.Array):
+        q, k, v = jax.random.split(key, 3)
+        D, N, H = config.n_embd, config.n_head, config.head_width
+        self.config = config
+        self.wq = normal(q, (D, N, H), 0.02)
+        self.wk = normal(k, (D, N, H), 0.02)
+        self.wv = normal(v, (D, N, H), 0.02)
+        if config.bias:
+            self.bq = nnx.Param(jnp.zeros((N, H), jnp.float32))
+            self.bk = nnx.Param(jnp.zeros((N, H), jnp.float32))
+            self.bv = nnx.Param(jnp.zeros((N, H), jnp.float32))
+        self.decay = nnx.Param(jnp.array(initial_decay(N), jnp.float32))
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Returns the residual update, [B, T, D] in x's dtype."""
+        config = self.config
+        q_BTNH = contract("btd,dnh->btnh", x_BTD, self.wq[...])
+        k_BTNH = contract("btd,dnh->btnh", x_BTD, self.wk[...])
+        v_BTNH = contract("btd,dnh->btnh", x_BTD, self.wv[...])
+        if config.bias:
+            q_BTNH = q_BTNH + self.bq[...].astype(x_BTD.dtype)[None, None]
+            k_BTNH = k_BTNH + self.bk[...].astype(x_BTD.dtype)[None, None]
+            v_BTNH = v_BTNH + self.bv[...].astype(x_BTD.dtype)[None, None]
+        decay_N = self.decay[...].astype(wide(x_BTD.dtype))
+        if config.frozen_parameters(x_BTD.shape[1]):
+            decay_N = jax.lax.stop_gradient(decay_N)
+        o_BTNH = attend(
+            q_BTNH, k_BTNH, v_BTNH,
+            slope_N=jnp.abs(decay_N), window=config.attention_window,
+            window_mode=config.window_mode, dropout_rate=config.dropout, dropout_key=key,
+        )  # fmt: skip
+        return o_BTNH.reshape(x_BTD.shape)
+
+
+class MLP(nnx.Module):
+    """Gated: out(value(x) * silu(gate(x))), with biases and dropout."""
+
+    def __init__(self, config: RippleConfig, key: jax.Array):
+        w_in, w_out = jax.random.split(key)
+        D, F = config.n_embd, config.mlp_width
+        self.dropout = config.dropout
+        self.w_in = normal(w_in, (D, 2, F), 0.02)  # value, gate
+        self.b_in = nnx.Param(jnp.zeros((2, F), jnp.float32))
+        self.w_out = normal(w_out, (F, D), 0.02)
+        self.b_out = nnx.Param(jnp.zeros(D, jnp.float32))
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Returns the residual update, [B, T, D] in x's dtype."""
+        h_BT2F = contract("btd,dcf->btcf", x_BTD, self.w_in[...])
+        h_BT2F = h_BT2F + self.b_in[...].astype(x_BTD.dtype)[None, None]
+        h_BTF = h_BT2F[:, :, 0] * jax.nn.silu(h_BT2F[:, :, 1])
+        y_BTD = contract("btf,fd->btd", h_BTF, self.w_out[...])
+        return dropout(y_BTD + self.b_out[...].astype(x_BTD.dtype)[None, None], self.dropout, key)
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, config: RippleConfig, key: jax.Array):
+        attention, mlp = jax.random.split(key)
+        self.attention_norm = LayerNorm(config.n_embd, config.layer_norm_eps)
+        self.attention = Attention(config, attention)
+        self.mlp_norm = LayerNorm(config.n_embd, config.layer_norm_eps)
+        self.mlp = MLP(config, mlp)
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Returns the stream after attention and after the MLP; the key is this layer's."""
+        attention, mlp = (None, None) if key is None else jax.random.split(key)
+        middle_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), attention)
+        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD), mlp)
+
+
+class Ripple(nnx.Module):
+    """The language model. Parameters are float32 [in, out], layers stacked on a leading axis.
+
+    Args:
+        config: the architecture.
+        key: PRNG key that the initial parameters are drawn with, from the original's laws.
+    """
+
+    def __init__(self, config: RippleConfig, *, key: jax.Array):
+        embedding, positions, blocks, head = jax.random.split(key, 4)
+        self.config = config
+        self.embedding = normal(embedding, (config.vocab_size, config.n_embd), 0.02)
+        if config.use_absolute_pos_emb:
+            self.position_embedding = normal(positions, (config.block_size, config.n_embd), 0.02)
+        self.blocks = nnx.vmap(lambda k: Block(config, k))(jax.random.split(blocks, config.n_layer))
+        self.final_norm = LayerNorm(config.n_embd, config.layer_norm_eps)
+        self.head = normal(head, (config.n_embd, config.vocab_size), 0.02)
+
+    def __call__(self, tokens_BT: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """Next-token logits.
+
+        Args:
+            tokens_BT: integer ids; an id outside the vocabulary gives NaN.
+            key: PRNG key for dropout; None for evaluation.
+
+        Returns:
+            logits_BTV, float32 (float64 when that is the compute dtype).
+
+        Raises:
+            ValueError: no tokens or, with absolute positions, more than `block_size` of them.
+            TypeError: the tokens are not integers.
+        """
+        return self.activations(tokens_BT, key=key)["logits"]
+
+    def activations(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        key: jax.Array | None = None,
+        every_layer: bool = False,
+    ) -> dict[str, jax.Array]:
+        """The forward pass, with what it computes on the way.
+
+        Args:
+            tokens_BT: as in `__call__`.
+            key: as in `__call__`.
+            every_layer: also return the stream after each layer's attention and MLP.
+
+        Returns:
+            embedding [B, T, D] (positions included), final_norm [B, T, D], logits [B, T, V] and,
+            if asked for, attention and block [L, B, T, D].
+        """
+        config = self.config
+        check_tokens(tokens_BT, config.context, "block_size")
+        dtype = jnp.dtype(config.dtype)
+        x_BTD = embed(self.embedding[...], tokens_BT, dtype)
+        if config.use_absolute_pos_emb:
+            x_BTD = x_BTD + self.position_embedding[: x_BTD.shape[1]].astype(dtype)[None]
+        graphdef, layers = nnx.split(self.blocks)
+
+        def layer(x_BTD, params_and_index):
+            params, index = params_and_index
+            layer_key = None if key is None else jax.random.fold_in(key, index)
+            middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, layer_key)
+            return out_BTD, (middle_BTD, out_BTD) if every_layer else None
+
+        if config.remat:
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        indices = jnp.arange(config.n_layer)
+        y_BTD, stack = jax.lax.scan(layer, x_BTD, (layers, indices), unroll=config.unroll)
+        norm_BTD = self.final_norm(y_BTD)
+        logits_BTV = jnp.einsum(
+            "btd,dv->btv", norm_BTD, self.head[...].astype(dtype),
+            preferred_element_type=wide(dtype),
+        )  # fmt: skip
+        found = {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV}
+        return found | ({"attention": stack[0], "block": stack[1]} if every_layer else {})
