@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from convert.casting import cast, float_dtype
 from convert.reader import Reader, sha256
 from convert.resolve import CHOICES
 from convert.source import TorchSource, open_torch
+from convert.subject import recorded_digests
 from convert.transform import torch_arrays, with_aliases
 from jaxslm.files import atomic_output, check_destination
 from jaxslm.models import Config
@@ -163,7 +165,7 @@ def folder_to_torch(
     config, arrays = map_folder(source)
     state = torch_arrays(config, arrays)
     target = None if dtype is None else float_dtype(dtype)
-    before = _digests_of_source(source)
+    before = recorded_digests(source)
     after: dict[str, str] = {}
 
     def tensor(key: str) -> np.ndarray:
@@ -240,15 +242,6 @@ def _tensor_records(source: TorchSource, digests: Mapping[str, str]) -> dict[str
     }
 
 
-def _digests_of_source(folder: Path) -> dict[str, str] | None:
-    """SHA-256 by torch key of the checkpoint that a folder came from, where it says so."""
-    try:
-        tensors = json.loads((folder / PARITY_FILE).read_text())["tensors"]
-        return {key: record["sha256"] for key, record in tensors.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def _file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -260,3 +253,20 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "500MB", "5GB" or "1000000" (decimal units).
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMG]?)B?", text.strip(), re.IGNORECASE)
+    size = (
+        0 if found is None else int(float(found[1]) * 1000 ** " kmg".index(found[2].lower() or " "))
+    )
+    if size < 1:
+        raise ValueError(
+            f"a size is a number of bytes with kB, MB or GB, such as 500MB; got {text!r}"
+        )
+    return size

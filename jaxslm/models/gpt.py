@@ -155,6 +155,11 @@ class GPT(nnx.Module):
         """
         return self.activations(tokens_BT, key=key)["logits"]
 
+    def rope_tables(self) -> RopeTables:
+        """Cosines and sines for every position, float32 [block_size, H/2]."""
+        config = self.config
+        return rope_tables(config.block_size, config.head_width, config.rope_base)
+
     def activations(
         self,
         tokens_BT: jax.Array,
@@ -180,7 +185,7 @@ class GPT(nnx.Module):
         config = self.config
         T = tokens_BT.shape[-1]
         check_tokens(tokens_BT, config.block_size, "block_size")
-        cos, sin = rope or rope_tables(config.block_size, config.head_width, config.rope_base)
+        cos, sin = rope or self.rope_tables()
         graphdef, layers = nnx.split(self.blocks)
 
         def layer(x_BTD, params):

@@ -160,6 +160,11 @@ class Lumen(nnx.Module):
         """
         return self.activations(tokens_BT, key=key)["logits"]
 
+    def rope_tables(self) -> RopeTables:
+        """Cosines and sines for every position, float32 [max_seq_len, H/2]."""
+        config = self.config
+        return rope_tables(config.max_seq_len, config.head_width, config.rope_theta)
+
     def activations(
         self,
         tokens_BT: jax.Array,
@@ -185,7 +190,7 @@ class Lumen(nnx.Module):
         config = self.config
         T = tokens_BT.shape[-1]
         check_tokens(tokens_BT, config.max_seq_len, "max_seq_len")
-        cos, sin = rope or rope_tables(config.max_seq_len, config.head_width, config.rope_theta)
+        cos, sin = rope or self.rope_tables()
         graphdef, layers = nnx.split(self.blocks)
 
         def layer(x_BTD, params):

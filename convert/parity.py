@@ -1,0 +1,178 @@
+"""The parity check: a ladder of comparisons from the weights' bytes to greedy tokens.
+
+Truth is torch in float64. Ours in float64 must agree to 1e-10 of the largest number; ours in
+another dtype may differ from the truth by at most 4 times what torch in that dtype does. JAX runs
+at "highest" matmul precision. RoPE tables, float32 in the originals too, are a rung of their own;
+the float64 rungs use torch's, so that the last bit of a cosine hides nothing.
+"""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import numpy as np
+
+from convert.compare import ParityReport, order
+from convert.diagnosis import likely_cause
+from convert.jax_side import JaxSide
+from convert.rungs import Inputs, compare_sides, heatmaps, measure, rope_rows, weight_rows
+from convert.subject import Subject
+from convert.transform import with_aliases
+from jaxslm.models import Config, LumenConfig, RippleConfig, model_name
+
+GREEDY_TOKENS = 20
+PROMPT_TOKENS = 8
+FORWARD_BUDGET = 2e12  # float64 operations that one forward or backward pass may take
+BATCH = 2
+
+
+def check(
+    subject: Subject,
+    *,
+    against: str | None = None,
+    tokens: np.ndarray | None = None,
+    lengths: Sequence[int] | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    seed: int = 0,
+    jax_side: Callable[..., JaxSide] = JaxSide,
+    progress: Callable[[str], None] = lambda words: None,
+) -> ParityReport:
+    """Climbs the ladder.
+
+    Args:
+        subject: the model.
+        against: "file.py:Class" of a torch class, or None for our own counterpart.
+        tokens: integers [n] of real tokens to use in place of random ones.
+        lengths: sequence lengths of the forward passes; None chooses them.
+        dtypes: compared besides float64: "float32", "bfloat16".
+        seed: of the random tokens.
+        jax_side: builds our half; tests hand in broken ones.
+        progress: told what is being done.
+
+    Raises:
+        ValueError: the class cannot be used, or tokens or lengths do not fit the model.
+        ImportError: torch is not installed.
+    """
+    from convert.torch_side import TorchSide, builder
+
+    start = time.monotonic()
+    config = subject.config
+    if isinstance(config, RippleConfig):
+        config = replace(config, decay_gradient="as_torch")
+    name, build = builder(against, config)
+    state = with_aliases(config, dict(subject.torch_state))
+    inputs = choose_inputs(config, subject.parameters, tokens, lengths, seed)
+    rows = weight_rows(subject)
+
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        progress("torch, float64")
+        side = TorchSide(build, config, state, "float64")
+        truth = measure(side, inputs)
+        tables = _torch_tables(side, config)
+        del side
+        progress("JAX, float64")
+        options = {} if tables is None else {"rope": tables}
+        ours = jax_side(config, subject.arrays, "float64", **options)
+        own_tables = ours.rope_tables()
+        if tables is not None and own_tables is not None:
+            rows += rope_rows(own_tables, tables)
+        rows += compare_sides(config, "float64", measure(ours, inputs), truth, None)
+        del ours
+        drawn: dict[str, dict[str, list[list[float]]]] = {}
+        for dtype in dtypes:
+            progress(f"torch, {dtype}")
+            same = measure(TorchSide(build, config, state, dtype), inputs)
+            progress(f"JAX, {dtype}")
+            mine = measure(jax_side(config, subject.arrays, dtype), inputs)
+            rows += compare_sides(config, dtype, mine, truth, same)
+            drawn = drawn or heatmaps(mine, truth)
+    report = ParityReport(
+        source=subject.source,
+        against=name,
+        model=model_name(config),
+        config=asdict(config),
+        parameters=subject.parameters,
+        lengths=inputs.lengths,
+        rows=tuple(sorted(rows, key=order)),
+        heatmaps=drawn,
+        versions={"python": platform.python_version()}
+        | {package: version(package) for package in ("jax", "flax", "numpy", "torch")},
+        seconds=time.monotonic() - start,
+    )
+    return replace(report, cause=likely_cause(report))
+
+
+def choose_inputs(
+    config: Config,
+    parameters: int,
+    tokens: np.ndarray | None,
+    lengths: Sequence[int] | None,
+    seed: int,
+) -> Inputs:
+    """Lengths that reach the edges of the model, and tokens for them.
+
+    Raises:
+        ValueError: a length beyond the model's context, or tokens too few or out of the vocabulary.
+    """
+    context = config.context or config.block_size  # type: ignore[union-attr]
+    if lengths is None:
+        affordable = max(2, int(FORWARD_BUDGET / (2 * parameters)))
+        window = getattr(config, "attention_window", None)
+        edges = [window - 1, window, window + 1, 2 * window + 1] if window else []
+        chosen = {1, 2, context} | {edge for edge in edges if edge > 0}
+        if config.context is not None:
+            chosen = {length for length in chosen if length <= config.context}
+        if tokens is not None:
+            chosen = {min(length, len(tokens) - 1) for length in chosen}
+        lengths = sorted({min(length, affordable) for length in chosen})
+    longest = max(lengths, default=0)
+    if not lengths or min(lengths) < 1 or longest > (config.context or longest):
+        raise ValueError(f"lengths must be between 1 and {config.context or 'any'}, got {lengths}")
+    rng = np.random.default_rng(seed)
+    if tokens is None:
+        tokens_BT = rng.integers(0, config.vocab_size, (BATCH, longest + 1))
+    else:
+        if len(tokens) < longest + 1:
+            raise ValueError(f"{longest + 1} tokens are needed, the file has {len(tokens)}")
+        if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+            raise ValueError(
+                f"tokens reach from {tokens.min()} to {tokens.max()}, but the vocabulary has "
+                f"{config.vocab_size}: were they made with another tokenizer?"
+            )
+        rows = min(BATCH, len(tokens) // (longest + 1))
+        tokens_BT = tokens[: rows * (longest + 1)].reshape(rows, longest + 1)
+    affordable = max(2, int(FORWARD_BUDGET / (6 * parameters * len(tokens_BT))))
+    within = [length for length in lengths if length <= affordable] or [min(lengths)]
+    window = getattr(config, "attention_window", None)
+    gradient_lengths = {max(within)}
+    if window:  # where the decay has a gradient and where it has none
+        gradient_lengths |= {max([n for n in within if n <= window] or [max(within)])}
+    width = config.head_width * (
+        config.num_heads if isinstance(config, LumenConfig) else config.n_head
+    )
+    # A mean far above the spread shows a variance that cancels; a tiny spread shows epsilon.
+    norm_input = rng.standard_normal((4, width)) * np.array([[1.0], [1e-3], [1.0], [1e2]])
+    norm_input += np.array([[0.0], [0.0], [1e4], [-3e4]])
+    room = config.context or PROMPT_TOKENS + GREEDY_TOKENS
+    prompt = max(1, min(PROMPT_TOKENS, longest, room - GREEDY_TOKENS))
+    return Inputs(
+        tokens_BT=tokens_BT.astype(np.int64),
+        lengths=tuple(lengths),
+        gradient_lengths=tuple(sorted(gradient_lengths)),
+        norm_input=norm_input.astype(np.float32).astype(np.float64),
+        prompt=prompt,
+        decoded=min(GREEDY_TOKENS, room - prompt + 1),
+    )
+
+
+def _torch_tables(side: Any, config: Config) -> tuple[np.ndarray, np.ndarray] | None:
+    """The RoPE tables that a torch module used: its own buffers', or made as the originals do."""
+    if isinstance(config, RippleConfig):
+        return None
+    from convert.counterparts import rope_tables
+
+    return side.rope_tables() or rope_tables(config)

@@ -1,0 +1,376 @@
+"""The rungs of the parity ladder: what both halves are asked, and how their answers compare."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from convert.compare import (
+    EPSILON,
+    FLOAT64_LIMIT,
+    MULTIPLE_LIMIT,
+    Row,
+    compare,
+    difference,
+    distance,
+)
+from convert.reader import sha256
+from convert.rules import leaves
+from convert.subject import Subject, identical
+from convert.tables import TABLES
+from convert.transform import torch_arrays
+from jaxslm.models import Config, model_name
+
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+# A gradient this far below the model's largest is rounding noise (a key bias has none at all).
+NOISE = 1e-4
+SHORT = 256  # tokens; longer sequences come one at a time
+HEATMAP_ROWS, HEATMAP_COLUMNS, HEATMAPS = 32, 64, 4
+
+Gradients = Mapping[str, np.ndarray | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What both halves are given.
+
+    Attributes:
+        tokens_BT: int64 tokens, one more than the longest length; shorter ones are its prefixes.
+        lengths: of the forward passes.
+        gradient_lengths: of the backward passes.
+        norm_input: float64 [rows, D] for the norm rung.
+        prompt: number of tokens that greedy decoding starts from.
+        decoded: number of greedy tokens.
+    """
+
+    tokens_BT: np.ndarray
+    lengths: tuple[int, ...]
+    gradient_lengths: tuple[int, ...]
+    norm_input: np.ndarray
+    prompt: int
+    decoded: int
+
+    def tokens(self, length: int, start: int = 0) -> np.ndarray:
+        """The first tokens [B, length] from `start` on; one row where they are many."""
+        rows = len(self.tokens_BT) if length <= SHORT else 1
+        return self.tokens_BT[:rows, start : start + length]
+
+
+class Side(Protocol):
+    """Either half: `convert.torch_side.TorchSide` or `convert.jax_side.JaxSide`."""
+
+    def activations(self, tokens: np.ndarray) -> dict[str, np.ndarray]: ...
+    def logits(self, tokens: np.ndarray) -> np.ndarray: ...
+    def final_norm(self, x: np.ndarray) -> np.ndarray: ...
+    def loss_and_gradients(
+        self, tokens: np.ndarray, targets: np.ndarray
+    ) -> tuple[np.ndarray, Gradients]: ...
+    def parameters(self) -> dict[str, np.ndarray]: ...
+    def adamw_update(self, settings: Mapping[str, Any], length: int) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One half's answers in one dtype; keys are lengths where there are several."""
+
+    norm: np.ndarray
+    activations: dict[int, dict[str, np.ndarray]]
+    loss: dict[int, np.ndarray]
+    gradients: dict[int, Gradients]
+    updates: dict[int, dict[str, np.ndarray]]
+    update_errors: dict[int, dict[str, float]]  # against the formula, from this half's gradients
+    greedy: np.ndarray  # [decoded] tokens
+    greedy_logits: np.ndarray  # [decoded, V]
+
+
+def measure(side: Side, inputs: Inputs) -> Measured:
+    """Asks one half everything."""
+    loss, gradients, updates, errors = {}, {}, {}, {}
+    parameters = side.parameters()
+    for length in inputs.gradient_lengths:
+        loss[length], gradients[length] = side.loss_and_gradients(
+            inputs.tokens(length), inputs.tokens(length, 1)
+        )
+        updates[length] = side.adamw_update(ADAMW, length)
+        errors[length] = {
+            key: distance(update, _first_step(gradients[length][key], parameters[key]))
+            for key, update in updates[length].items()
+        }
+    greedy, greedy_logits = _decode(side, inputs)
+    return Measured(
+        norm=side.final_norm(inputs.norm_input),
+        activations={n: side.activations(inputs.tokens(n)) for n in inputs.lengths},
+        loss=loss,
+        gradients=gradients,
+        updates=updates,
+        update_errors=errors,
+        greedy=greedy,
+        greedy_logits=greedy_logits,
+    )
+
+
+def _decode(side: Side, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy tokens by full forward passes over one padded length, so that JAX compiles once."""
+    sequence = np.zeros((1, inputs.prompt + inputs.decoded - 1), np.int64)
+    sequence[0, : inputs.prompt] = inputs.tokens_BT[0, : inputs.prompt]
+    tokens, rows = [], []
+    for step in range(inputs.decoded):
+        at = inputs.prompt + step
+        rows.append(side.logits(sequence)[0, at - 1])
+        tokens.append(int(np.argmax(rows[-1])))
+        if at < sequence.shape[1]:
+            sequence[0, at] = tokens[-1]
+    return np.array(tokens), np.stack(rows)
+
+
+def weight_rows(subject: Subject) -> list[Row]:
+    """Whether the way back gives every byte of the checkpoint's tensors.
+
+    Of a model folder the checkpoint is known by the digests in its parity.json; without those
+    there is nothing to compare with, and no row.
+    """
+    back = torch_arrays(subject.config, subject.arrays)
+    if subject.digests is None:
+        digests = {key: sha256(array) for key, array in subject.torch_state.items()}
+    else:
+        digests = subject.digests
+    same = identical(back, digests)
+    return [
+        Row(rung="weights", tensor=key, dtype="bits", error=wrong, measure=wrong, limit=0.0,
+            passed=not wrong, note="bytes differ after torch -> JAX -> torch" if wrong else "")
+        for key in (sorted(back.keys() | digests.keys()) if digests else ())
+        for wrong in [float(key not in same)]
+    ]  # fmt: skip
+
+
+def rope_rows(
+    ours: tuple[np.ndarray, np.ndarray], torchs: tuple[np.ndarray, np.ndarray]
+) -> list[Row]:
+    """Our tables against torch's, in float32 units in the last place of angle and cosine."""
+    rows = []
+    for name, mine, theirs in zip(("cosine", "sine"), ours, torchs, strict=True):
+        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        error = difference(mine, theirs, 1.0)
+        if mine.shape == theirs.shape:
+            # One unit of the frequency moves the angle by position x frequency units.
+            angles = np.arange(len(mine))[:, None] * np.ones_like(mine)
+            measure = float(np.max(np.abs(mine - theirs) / (2.0**-23 * (1 + angles))))
+        else:
+            measure = np.inf
+        rows.append(
+            Row(rung="rope table", tensor=name, dtype="float32", error=error, measure=measure,
+                limit=2.0, passed=measure <= 2.0, note="in units in the last place")
+        )  # fmt: skip
+    return rows
+
+
+def compare_sides(
+    config: Config, dtype: str, ours: Measured, truth: Measured, same: Measured | None
+) -> list[Row]:
+    """All rows of one dtype; `same` is torch in that dtype, None for float64."""
+    pick = (lambda get: None) if same is None else (lambda get: get(same))
+    rows = [compare("norm", dtype, ours.norm, truth.norm, pick(lambda m: m.norm), by_row=True)]
+    for length in truth.activations:
+        rows += _activation_rows(
+            dtype, length, ours.activations[length], truth.activations[length],
+            pick(lambda m, n=length: m.activations[n]),
+        )  # fmt: skip
+    for length in truth.loss:
+        rows.append(
+            compare("loss", dtype, ours.loss[length], truth.loss[length],
+                    pick(lambda m, n=length: m.loss[n]), length=length)
+        )  # fmt: skip
+        rows += _gradient_rows(
+            config, dtype, length, ours.gradients[length], truth.gradients[length],
+            pick(lambda m, n=length: m.gradients[n]),
+        )  # fmt: skip
+        rows += _update_rows(dtype, length, ours, truth, same)
+    return [*rows, _greedy_row(dtype, ours, truth, same)]
+
+
+def _activation_rows(
+    dtype: str,
+    length: int,
+    ours: Mapping[str, np.ndarray],
+    truth: Mapping[str, np.ndarray],
+    same: Mapping[str, np.ndarray] | None,
+) -> list[Row]:
+    rows = []
+    for name, rung in (
+        ("embedding", "embedding"),
+        ("final_norm", "final norm"),
+        ("logits", "logits"),
+    ):
+        if name in truth:
+            rows.append(
+                compare(rung, dtype, ours[name], truth[name], same and same[name],
+                        time_axis=1, length=length)
+            )  # fmt: skip
+    for name, rung in (("attention", "attention"), ("block", "mlp")):
+        for layer in range(len(truth.get(name, ()))):
+            rows.append(
+                compare(rung, dtype, ours[name][layer], truth[name][layer],
+                        same and same[name][layer], time_axis=1, layer=layer, length=length)
+            )  # fmt: skip
+    return rows
+
+
+def _gradient_rows(
+    config: Config,
+    dtype: str,
+    length: int,
+    ours: Gradients,
+    truth: Gradients,
+    same: Gradients | None,
+) -> list[Row]:
+    """Float64 per torch tensor, other dtypes per parameter of ours.
+
+    A parameter gathers a tensor's likes over layers and heads, so that the error of a lone number,
+    such as one head's decay, is not held against luck. A tensor that torch gives no gradient must
+    have none of ours.
+    """
+    rows = []
+    known = {key: gradient for key, gradient in truth.items() if gradient is not None}
+    largest = max(float(np.abs(gradient).max()) for gradient in known.values())
+    for key in truth.keys() - known.keys():
+        leaked = float(np.abs(_present(ours, key)).max())
+        rows.append(
+            Row(rung="gradient", tensor=key, dtype=dtype, length=length, error=leaked,
+                measure=leaked, limit=0.0, passed=leaked == 0.0,
+                note="torch gives this tensor no gradient")
+        )  # fmt: skip
+    if same is None:
+        for key, theirs in known.items():
+            scale = max(float(np.abs(theirs).max()), NOISE * largest)
+            rows.append(
+                compare("gradient", dtype, _present(ours, key), theirs,
+                        scale=scale, tensor=key, length=length)
+            )  # fmt: skip
+        return rows
+    for leaf in leaves(TABLES[model_name(config)], config):
+        keys = [part.key for part in leaf.parts if part.key in known]
+        if not keys:
+            continue
+        mine, theirs, torchs = (
+            np.concatenate([_present(side, key).reshape(-1) for key in keys])
+            for side in (ours, truth, same)
+        )
+        scale = max(float(np.linalg.norm(theirs)) / theirs.size**0.5, NOISE * largest)
+        rows.append(
+            compare("gradient", dtype, mine, theirs, torchs,
+                    scale=scale, tensor=leaf.path, length=length)
+        )  # fmt: skip
+    return rows
+
+
+def _present(gradients: Gradients, key: str) -> np.ndarray:
+    gradient = gradients[key]
+    if gradient is None:
+        raise TypeError(f"a side that must gives no gradient for {key}")
+    return gradient
+
+
+def _update_rows(
+    dtype: str, length: int, ours: Measured, truth: Measured, same: Measured | None
+) -> list[Row]:
+    """Direction and size of one AdamW step, which is near the gradient's sign times the rate."""
+    rows = []
+    gradients = truth.gradients[length]
+    largest = max(float(np.abs(g).max()) for g in gradients.values() if g is not None)
+    for key, theirs in truth.updates[length].items():
+        mine = ours.updates[length][key]
+        gradient = gradients[key]
+        direction, size = _direction_and_size(mine, theirs)
+        if same is None:
+            error, torch_error = distance(mine, theirs), None
+        else:
+            # Each against the formula on its own gradients: where those are near zero the step
+            # turns their last bits into full size, and they have a rung of their own.
+            error, torch_error = ours.update_errors[length][key], same.update_errors[length][key]
+        if gradient is None:
+            error = measure = float(np.abs(mine).max())
+            limit, note = 0.0, "torch freezes this tensor"
+        elif torch_error is None and float(np.abs(gradient).max()) < FLOAT64_LIMIT * largest:
+            # A gradient of rounding noise: the step from it may have any direction.
+            measure, limit = ours.update_errors[length][key], FLOAT64_LIMIT
+            note = "the gradient is rounding noise: held against the formula"
+        elif torch_error is None:
+            measure, limit = max(direction, size), FLOAT64_LIMIT
+            note = f"1 - cosine {direction:.1e}, size off by {size:.1e}"
+        else:
+            measure = error / max(torch_error, EPSILON[dtype])
+            limit, note = MULTIPLE_LIMIT, f"1 - cosine {direction:.1e}, size off by {size:.1e}"
+        rows.append(
+            Row(rung="adamw step", tensor=key, dtype=dtype, length=length, error=error,
+                torch_error=torch_error, measure=measure, limit=limit, passed=measure <= limit,
+                note=note)
+        )  # fmt: skip
+    return rows
+
+
+def _first_step(gradient: np.ndarray | None, parameter: np.ndarray) -> np.ndarray:
+    """The first AdamW update by its formula (Loshchilov & Hutter 2019), in float64."""
+    parameter = parameter.astype(np.float64)
+    if gradient is None:
+        return np.zeros_like(parameter)
+    g = gradient.astype(np.float64)
+    return -ADAMW["lr"] * (g / (np.abs(g) + ADAMW["eps"]) + ADAMW["weight_decay"] * parameter)
+
+
+def _direction_and_size(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """1 - cosine of the angle between two updates, and how far their ratio of lengths is off 1."""
+    a, b = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
+    if ours.shape != theirs.shape or not a > 0.0 or not b > 0.0:
+        return (0.0, 0.0) if a == b == 0.0 and ours.shape == theirs.shape else (np.inf, np.inf)
+    cosine = float(np.vdot(ours, theirs)) / (a * b)
+    return abs(1.0 - cosine), abs(a / b - 1.0)
+
+
+def _greedy_row(dtype: str, ours: Measured, truth: Measured, same: Measured | None) -> Row:
+    """Greedy tokens against torch's in float64; where they part, the margin says whether by noise."""
+    if ours.greedy.shape != truth.greedy.shape or ours.greedy.size == 0:
+        raise TypeError("the halves decoded different numbers of tokens")
+    wrong = np.flatnonzero(ours.greedy != truth.greedy)
+    row = Row(rung="greedy tokens", dtype=dtype, error=0.0, measure=0.0, limit=0.0, passed=True,
+              note=f"{ours.greedy.size} of {ours.greedy.size} equal")  # fmt: skip
+    if wrong.size == 0:
+        return row
+    step = int(wrong[0])
+    logits = truth.greedy_logits[step].astype(np.float64)
+    margin = float(logits[truth.greedy[step]] - logits[ours.greedy[step]])
+    noise = 0.0
+    if same is not None and (same.greedy[:step] == truth.greedy[:step]).all():
+        noise = MULTIPLE_LIMIT * float(np.abs(same.greedy_logits[step] - logits).max())
+    note = (
+        f"parts at token {step + 1}: torch in float64 prefers {truth.greedy[step]} to "
+        f"{ours.greedy[step]} by {margin:.2e}; noise reaches {noise:.2e}"
+    )
+    passed = margin <= noise
+    return Row(rung="greedy tokens", dtype=dtype, error=margin, measure=margin, limit=noise,
+               passed=passed, first_position=step, note=note)  # fmt: skip
+
+
+def heatmaps(ours: Measured, truth: Measured) -> dict[str, dict[str, list[list[float]]]]:
+    """The tensors whose gradients are furthest from torch's, difference and truth, reduced."""
+    length = max(truth.gradients)
+    pairs = {
+        key: (ours.gradients[length][key], theirs)
+        for key, theirs in truth.gradients[length].items()
+        if theirs is not None and theirs.ndim == 2
+    }
+    far = sorted(pairs, key=lambda key: -difference(*pairs[key]))[:HEATMAPS]  # type: ignore[arg-type]
+    return {
+        key: {
+            "difference": _reduce(np.abs(pairs[key][0] - pairs[key][1])),  # type: ignore[operator]
+            "reference": _reduce(np.abs(pairs[key][1])),
+        }
+        for key in far
+    }
+
+
+def _reduce(matrix: np.ndarray) -> list[list[float]]:
+    """The largest number of each block, at most HEATMAP_ROWS x HEATMAP_COLUMNS blocks."""
+    rows = np.array_split(matrix, min(HEATMAP_ROWS, len(matrix)))
+    columns = min(HEATMAP_COLUMNS, matrix.shape[1])
+    return [[float(b.max()) for b in np.array_split(row, columns, axis=1)] for row in rows]

@@ -1,0 +1,258 @@
+"""The torch half of the parity check: our counterpart, or the class in the user's own file."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from convert.tables import TABLES
+from convert.torch_io import from_numpy, to_numpy
+from jaxslm.models import Config, model_name
+
+# Module paths that the hooks hang on: the blocks, the norm in the middle of each, the last norm.
+PATHS = {
+    "lumen": ("layers", "post_attention_layernorm", "norm"),
+    "gpt": ("transformer.h", "ln_2", "transformer.ln_f"),
+    "ripple": ("blocks", "ln2", "ln_f"),
+}
+
+ROPE_BUFFERS = (("rope_cos", "rope_sin"), ("rotary_emb.cos_cached", "rotary_emb.sin_cached"))
+
+
+class TorchSide:
+    """A torch model in one dtype, watched.
+
+    Args:
+        build: makes the module with its own initial parameters.
+        config: the model's config.
+        state: every torch key -> array; loaded with strict=True.
+        dtype: "float64", "float32" or "bfloat16".
+
+    Raises:
+        ValueError: the module's state dict is not the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        config: Config,
+        state: Mapping[str, np.ndarray],
+        dtype: str,
+    ):
+        self.dtype = dtype
+        self._kind = getattr(torch, dtype)
+        self._ties = TABLES[model_name(config)].ties
+        self._blocks, self._middle, self._norm = PATHS[model_name(config)]
+        self._layers = len({key.split(".")[len(self._blocks.split("."))]
+                            for key in state if key.startswith(self._blocks + ".")})  # fmt: skip
+        self.module = build().to(self._kind).eval()
+        tensors = {key: from_numpy(array) for key, array in state.items()}
+        try:
+            self.module.load_state_dict(tensors, strict=True)
+        except RuntimeError as error:
+            name = type(self.module).__name__
+            raise ValueError(f"{name} does not take these weights: {error}") from None
+
+    def activations(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """Embedding, attention [L, ...], block [L, ...], final_norm and logits, where seen."""
+        seen: dict[str, torch.Tensor] = {}
+        hooks = []
+        for layer in range(self._layers):
+            block = self.module.get_submodule(f"{self._blocks}.{layer}")
+            middle = self.module.get_submodule(f"{self._blocks}.{layer}.{self._middle}")
+            hooks.append(middle.register_forward_pre_hook(_keep_input(seen, f"attention {layer}")))
+            hooks.append(block.register_forward_hook(_keep_output(seen, f"block {layer}")))
+            if layer == 0:
+                hooks.append(block.register_forward_pre_hook(_keep_input(seen, "embedding")))
+        norm = self.module.get_submodule(self._norm)
+        hooks.append(norm.register_forward_hook(_keep_output(seen, "final_norm")))
+        try:
+            with torch.no_grad():
+                seen["logits"] = _first(self.module(torch.from_numpy(tokens)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        arrays = {name: to_numpy(value) for name, value in seen.items()}
+        for name in ("attention", "block"):
+            layers = [arrays.pop(f"{name} {layer}", None) for layer in range(self._layers)]
+            if all(array is not None for array in layers):
+                arrays[name] = np.stack(layers)  # type: ignore[arg-type]
+        return arrays
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """logits [B, T, V]."""
+        with torch.no_grad():
+            return to_numpy(_first(self.module(torch.from_numpy(tokens))))
+
+    def final_norm(self, x: np.ndarray) -> np.ndarray:
+        """The last norm applied to x [..., D] (float64, cast to this side's dtype)."""
+        with torch.no_grad():
+            return to_numpy(
+                self.module.get_submodule(self._norm)(torch.from_numpy(x).to(self._kind))
+            )
+
+    def loss_and_gradients(
+        self, tokens: np.ndarray, targets: np.ndarray
+    ) -> tuple[np.ndarray, dict[str, np.ndarray | None]]:
+        """The model's own loss, and the gradient of every parameter (None where torch has none)."""
+        self.module.zero_grad(set_to_none=True)
+        result = self.module(torch.from_numpy(tokens), torch.from_numpy(targets))
+        loss = result[1]
+        loss.backward()
+        return to_numpy(loss), {
+            key: None if parameter.grad is None else to_numpy(parameter.grad)
+            for key, parameter in self._parameters()
+        }
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Every parameter by torch key, tied ones once."""
+        return {key: to_numpy(parameter) for key, parameter in self._parameters()}
+
+    def adamw_update(self, settings: Mapping[str, Any], length: int) -> dict[str, np.ndarray]:
+        """What one step of torch.optim.AdamW from the last gradients adds, in float64."""
+        del length  # torch knows by itself what it freezes
+        updates = {}
+        for key, parameter in self._parameters():  # one at a time: moments are large
+            before = parameter.detach().clone()
+            torch.optim.AdamW([parameter], **settings).step()
+            with torch.no_grad():
+                updates[key] = to_numpy(parameter.double() - before.double())
+                parameter.copy_(before)
+        return updates
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters once each, a tied one under its owner's key."""
+        return [(self._ties.get(key, key), p) for key, p in self.module.named_parameters()]
+
+    def rope_tables(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The tables that the module used, [context, H/2], where it keeps them in known buffers."""
+        buffers = dict(self.module.named_buffers())
+        for names in ROPE_BUFFERS:
+            if all(buffers.get(name) is not None for name in names):
+                cos, sin = (to_numpy(buffers[name]) for name in names)
+                return cos[:, : cos.shape[1] // 2], sin[:, : sin.shape[1] // 2]
+        return None
+
+
+def _first(result: Any) -> torch.Tensor:
+    """The tensor of a result that may be a tuple."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _keep_input(seen: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen[name] = args[0].detach().clone()
+
+    return hook
+
+
+def _keep_output(seen: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen[name] = _first(output).detach().clone()
+
+    return hook
+
+
+def builder(against: str | None, config: Config) -> tuple[str, Callable[[], nn.Module]]:
+    """The torch class to check against.
+
+    Args:
+        against: "path/to/model.py:Class", or None for our own counterpart.
+        config: the model's config, handed to the class in its own config type.
+
+    Returns:
+        A name for it, and a function that builds a module.
+
+    Raises:
+        ValueError: the file or class cannot be imported or built.
+    """
+    if against is None:
+        from convert.counterparts import build
+
+        return "jaxslm's torch counterpart", lambda: build(config)
+    file, colon, name = against.rpartition(":")
+    if not colon or not file or not name:
+        raise ValueError(f"--against takes FILE.py:CLASS, got {against!r}")
+    module = _import_file(Path(file))
+    kind = getattr(module, name, None)
+    if not inspect.isclass(kind) or not issubclass(kind, nn.Module):
+        classes = [
+            key for key, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, nn.Module)
+        ]  # fmt: skip
+        raise ValueError(
+            f"{file} has no torch module class {name}; it has {', '.join(classes) or 'none'}"
+        )
+
+    def build_theirs() -> nn.Module:
+        try:
+            return kind(_their_config(module, kind, config))
+        except Exception as error:  # the user's code may raise anything
+            raise ValueError(
+                f"{against} cannot be built: {type(error).__name__}: {error}"
+            ) from None
+
+    return against, build_theirs
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Runs the user's file as a module, within its package if it lies in one."""
+    if not path.is_file():
+        raise ValueError(f"--against: there is no file {path}")
+    names, root = [path.stem], path.resolve().parent
+    while (root / "__init__.py").is_file():
+        names.insert(0, root.name)
+        root = root.parent
+    name = ".".join(names)
+    sys.path.insert(0, str(root))
+    try:
+        if len(names) > 1:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(f"jaxslm_against_{name}", path)
+        if spec is None or spec.loader is None:
+            raise ValueError(f"--against: {path} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+    except ValueError:
+        raise
+    except BaseException as error:  # the user's code may raise anything, SystemExit included
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ValueError(
+            f"--against: {path} fails to import: {type(error).__name__}: {error}"
+        ) from None
+    finally:
+        sys.path.remove(str(root))
+
+
+def _their_config(module: ModuleType, kind: type, config: Config) -> Any:
+    """The config in the type that the user's class wants, as far as can be seen."""
+    values = asdict(config)
+    first = next(iter(list(inspect.signature(kind.__init__).parameters.values())[1:]), None)
+    wanted = first.annotation if first is not None else None
+    if not inspect.isclass(wanted) or wanted is inspect.Parameter.empty:
+        named = {
+            name: value for name, value in vars(module).items()
+            if inspect.isclass(value) and name.endswith("Config")
+        }  # fmt: skip
+        wanted = named.get(f"{kind.__name__}Config") or named.get(type(config).__name__)
+        wanted = wanted or (next(iter(named.values())) if len(named) == 1 else SimpleNamespace)
+    if is_dataclass(wanted):
+        return wanted(**{f.name: values[f.name] for f in fields(wanted) if f.name in values})
+    if wanted is SimpleNamespace:
+        return SimpleNamespace(**values)
+    theirs = wanted()
+    for name, value in values.items():
+        setattr(theirs, name, value)
+    return theirs

@@ -1,0 +1,299 @@
+"""The command line: jaxslm inspect | convert | check."""
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from tyro.conf import Positional, arg
+
+BAD_INPUT, FAILED, INTERNAL, INTERRUPTED = 2, 1, 70, 130
+
+Fields = Annotated[
+    tuple[str, ...],
+    arg(metavar="FIELD=VALUE ...", help="config fields that the file does not give: n_head=16"),
+]
+Preset = Annotated[
+    Literal["lumen-3m", "gpt-250m", "ripple"] | None,
+    arg(help="a config of the original models, where the file does not give one"),
+]
+
+app = tyro.extras.SubcommandApp()
+
+
+@app.command
+def inspect(
+    source: Positional[Path],
+    /,
+    config: Fields = (),
+    preset: Preset = None,
+    json: bool = False,
+) -> int:
+    """Say what a checkpoint is, without reading its weights.
+
+    Prints the model, its config and where each field comes from, parameters, dtypes, tied tensors,
+    what else the file holds (optimizer, step), and whether the tensors fit. Takes .pt, .pth and
+    .bin files (old and new format), .safetensors, sharded safetensors, and model folders. No torch
+    is needed, and no code in the file is ever run.
+
+    Example: jaxslm inspect ckpt.pt
+
+    Args:
+        source: checkpoint file or folder.
+        json: print JSON.
+    """
+    from convert.inspection import inspect_path, print_inspection
+
+    found = inspect_path(source, overrides=config, preset=preset)
+    if json:
+        _print_json(found)
+    else:
+        print_inspection(found, _console())
+    return 0
+
+
+@app.command
+def convert(
+    source: Positional[Path],
+    destination: Positional[Path],
+    /,
+    config: Fields = (),
+    preset: Preset = None,
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None,
+    shard_size: str | None = None,
+    allow_nonfinite: bool = False,
+    check: bool = False,
+    overwrite: bool = False,
+) -> int:
+    """Convert a torch checkpoint to a model folder, or a model folder to torch.
+
+    The direction follows from the source. A model folder holds config.json, model.safetensors and
+    parity.json (hashes of the source and of each tensor, versions, the check's figures). The way
+    back writes a .pt, .pth or .bin state dict (needs torch), one .safetensors file, or, to a name
+    without suffix, a folder of safetensors shards. Every byte is kept unless --dtype says so, and
+    the output appears whole or not at all.
+
+    Example: jaxslm convert ckpt.pt out/ --check && jaxslm convert out/ back.pt
+
+    Args:
+        source: torch checkpoint in any container that `jaxslm inspect` reads, or model folder.
+        destination: model folder, or torch file or folder, to create.
+        dtype: cast every tensor; a number that overflows is an error.
+        shard_size: largest shard of a safetensors folder, such as 500MB or 5GB.
+        allow_nonfinite: convert weights that hold NaN or infinity.
+        check: run `jaxslm check` first, record its figures, and write nothing if it fails.
+        overwrite: replace an earlier output.
+    """
+    from convert.files import TORCH_SUFFIXES, folder_to_torch, parse_size, torch_to_folder
+    from jaxslm.weights import is_model_folder
+
+    if is_model_folder(source):
+        if config or preset or allow_nonfinite or check:
+            raise ValueError(
+                f"{source} is a model folder: --config, --preset, --allow-nonfinite and --check are "
+                "for conversion from torch (use `jaxslm check` on the folder)"
+            )
+        size = None if shard_size is None else parse_size(shard_size)
+        done = folder_to_torch(
+            source, destination, dtype=dtype, shard_size=size, overwrite=overwrite
+        )
+    else:
+        if shard_size is not None:
+            raise ValueError("--shard-size is for conversion from a model folder to torch")
+        if destination.suffix.lower() in (*TORCH_SUFFIXES, ".safetensors"):
+            raise ValueError(
+                f"{source} is no model folder, so it is converted to one: name a folder instead "
+                f"of {destination}"
+            )
+        done = torch_to_folder(
+            source, destination, overrides=config, preset=preset, dtype=dtype,
+            allow_nonfinite=allow_nonfinite, overwrite=overwrite,
+            check=_check_before if check else None,
+        )  # fmt: skip
+    console = _console()
+    console.print(
+        f"{done.destination}: {type(done.config).__name__}, {done.tensors} tensors, "
+        f"{done.parameters:,} parameters, {done.nbytes / 1e6:.1f} MB"
+    )
+    if done.identical is not None:
+        console.print(
+            f"{done.identical} of {done.tensors} tensors have the bytes of the checkpoint that "
+            f"{source} came from"
+        )
+    for note in done.notes:
+        console.print(note)
+    return 0
+
+
+@app.command
+def check(
+    source: Positional[Path],
+    /,
+    config: Fields = (),
+    preset: Preset = None,
+    against: str | None = None,
+    tokens: Path | None = None,
+    lengths: tuple[int, ...] = (),
+    bfloat16: bool = False,
+    seed: int = 0,
+    json: Path | None = None,
+    report: Path | None = None,
+) -> int:
+    """Prove that the Flax model and the torch model are the same, or say where they part.
+
+    Climbs a ladder: weights' bytes, RoPE tables, embedding, every layer, logits, loss, the gradient
+    of every tensor, one AdamW step, 20 greedy tokens; in float64 against torch in float64 (limit
+    1e-10 relative) and in float32 against torch's own float32 error (limit 4 times). Exit status 0
+    if all passes, 1 if not, 2 for bad input. Needs torch.
+
+    Example: jaxslm check ckpt.pt --report parity.html
+
+    Args:
+        source: torch checkpoint, or model folder.
+        against: a torch class in a file of yours, FILE.py:CLASS, in place of our counterpart. The
+            file is run; the class is called with its config.
+        tokens: raw uint16 file of token ids (as nanoGPT writes), in place of random tokens.
+        lengths: sequence lengths of the forward passes, in place of the model's edges.
+        bfloat16: climb the ladder in bfloat16 too.
+        seed: of the random tokens.
+        json: write the whole report as JSON.
+        report: write it as one self-contained HTML page, with figures.
+    """
+    from convert.report import print_report, write_html, write_json
+    from convert.subject import load_subject
+
+    for output in (json, report):
+        if output is not None and not output.absolute().parent.is_dir():
+            raise FileNotFoundError(f"{output.absolute().parent} does not exist: create it first")
+    subject = load_subject(source, overrides=config, preset=preset)
+    real = None if tokens is None else _read_tokens(tokens)
+    result = _run_check(
+        subject, against=against, tokens=real, lengths=lengths or None, seed=seed,
+        dtypes=("float32", "bfloat16") if bfloat16 else ("float32",),
+    )  # fmt: skip
+    print_report(result, _console())
+    if json is not None:
+        write_json(result, json)
+    if report is not None:
+        write_html(result, report)
+    return 0 if result.passed else FAILED
+
+
+class ParityFailed(Exception):
+    """The check that a conversion was asked to pass has failed; its report is printed."""
+
+
+def _check_before(source) -> dict[str, object]:
+    """Checks an open torch checkpoint for `convert --check`."""
+    from convert.report import figures, print_report
+    from convert.subject import subject_of
+
+    result = _run_check(subject_of(source))
+    print_report(result, _console())
+    if not result.passed:
+        raise ParityFailed("parity failed: nothing was written")
+    return figures(result)
+
+
+def _run_check(subject, **options):
+    """The check with a line of progress on the terminal."""
+    from rich.console import Console
+
+    from convert.parity import check
+
+    with Console(stderr=True).status("checking") as status:
+        return check(subject, progress=lambda words: status.update(f"checking: {words}"), **options)
+
+
+def _read_tokens(path: Path):
+    """Token ids of a raw uint16 file, int64 [n]."""
+    import numpy as np
+
+    size = path.stat().st_size
+    if size % 2 or size < 4:
+        raise ValueError(
+            f"{path} has {size} bytes: a raw uint16 token file has an even number, 4 up"
+        )
+    return np.fromfile(path, np.uint16).astype(np.int64)
+
+
+def _console():
+    from rich.console import Console
+
+    return Console(soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+@contextlib.contextmanager
+def _short_errors() -> Iterator[None]:
+    """Turns what a user can cause into one message on stderr and an exit status."""
+    try:
+        yield
+    except ParityFailed as error:
+        _fail(str(error), FAILED)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            _internal(error)
+        _fail("this needs torch: pip install 'jaxslm[torch]'", BAD_INPUT)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(BAD_INPUT)
+    except (ValueError, OSError) as error:
+        _fail(_words(error), BAD_INPUT)
+    except MemoryError:
+        _fail("out of memory", BAD_INPUT)
+    except KeyboardInterrupt:
+        _fail("interrupted", INTERRUPTED)
+    except Exception as error:
+        _internal(error)
+
+
+def _words(error: Exception) -> str:
+    """An error's message; an operating-system error's with its file, without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
+
+
+def _internal(error: Exception) -> None:
+    if os.environ.get("JAXSLM_TRACEBACK"):
+        traceback.print_exception(error)
+    _fail(
+        f"internal error, please report it: {type(error).__name__}: {error} "
+        "(JAXSLM_TRACEBACK=1 shows where)",
+        INTERNAL,
+    )
+
+
+def _fail(message: str, status: int) -> None:
+    print(f"jaxslm: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line; exits with its status.
+
+    Args:
+        arguments: in place of the process's own.
+    """
+    with _short_errors():
+        status = app.cli(
+            prog="jaxslm",
+            description="Lumen, GPT and Ripple between torch and JAX: exact conversion, proven parity.",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+        sys.stdout.flush()
+        sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
