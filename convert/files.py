@@ -197,7 +197,7 @@ def folder_to_torch(
         tensors=len(state),
         parameters=sum(array.size for array in state.values()),
         nbytes=sum(array.size * (target or array.dtype).itemsize for array in state.values()),
-        identical=before and sum(before.get(key) == digest for key, digest in after.items()),
+        identical=None if before is None else sum(before.get(k) == v for k, v in after.items()),
         notes=(),
     )
 

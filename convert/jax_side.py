@@ -11,7 +11,7 @@ import optax
 
 from convert.casting import float_dtype
 from convert.transform import torch_arrays
-from jaxslm.models import Config
+from jaxslm.models import Config, Ripple
 from jaxslm.rope import RopeTables
 from jaxslm.weights import from_arrays, to_arrays
 
@@ -63,7 +63,7 @@ class JaxSide:
 
     def rope_tables(self) -> RopeTables | None:
         """Our own tables, float32 [context, H/2]; None for a model without."""
-        return self.model.rope_tables() if hasattr(self.model, "rope_tables") else None
+        return None if isinstance(self.model, Ripple) else self.model.rope_tables()
 
     def loss_and_gradients(
         self, tokens: np.ndarray, targets: np.ndarray
@@ -84,7 +84,7 @@ class JaxSide:
         The parameters that torch freezes at this sequence length are left as they are.
         """
         optimizer = optax.adamw(
-            settings["lr"], *settings["betas"], settings["eps"],
+            settings["lr"], settings["betas"][0], settings["betas"][1], settings["eps"],
             weight_decay=settings["weight_decay"],
         )  # fmt: skip
         frozen = self.config.frozen_parameters(length)

@@ -155,8 +155,8 @@ def choose_inputs(
         config.num_heads if isinstance(config, LumenConfig) else config.n_head
     )
     # A mean far above the spread shows a variance that cancels; a tiny spread shows epsilon.
-    norm_input = rng.standard_normal((4, width)) * np.array([[1.0], [1e-3], [1.0], [1e2]])
-    norm_input += np.array([[0.0], [0.0], [1e4], [-3e4]])
+    spread, mean = np.array([[1.0, 1e-3, 1.0, 1e2], [0.0, 0.0, 1e4, -3e4]])[:, :, None, None]
+    norm_input = mean + spread * rng.standard_normal((4, 64, width))
     room = config.context or PROMPT_TOKENS + GREEDY_TOKENS
     prompt = max(1, min(PROMPT_TOKENS, longest, room - GREEDY_TOKENS))
     return Inputs(

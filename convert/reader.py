@@ -89,4 +89,4 @@ class Reader:
 
 def sha256(array: np.ndarray) -> str:
     """SHA-256 of an array's bytes in row-major order, in hex."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()

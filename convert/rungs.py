@@ -39,7 +39,7 @@ class Inputs:
         tokens_BT: int64 tokens, one more than the longest length; shorter ones are its prefixes.
         lengths: of the forward passes.
         gradient_lengths: of the backward passes.
-        norm_input: float64 [rows, D] for the norm rung.
+        norm_input: float64 [kinds, rows, D] for the norm rung, each kind compared by itself.
         prompt: number of tokens that greedy decoding starts from.
         decoded: number of greedy tokens.
     """
@@ -80,6 +80,7 @@ class Measured:
     gradients: dict[int, Gradients]
     updates: dict[int, dict[str, np.ndarray]]
     update_errors: dict[int, dict[str, float]]  # against the formula, from this half's gradients
+    sizes: dict[str, float]  # root mean square of each parameter
     greedy: np.ndarray  # [decoded] tokens
     greedy_logits: np.ndarray  # [decoded, V]
 
@@ -105,6 +106,7 @@ def measure(side: Side, inputs: Inputs) -> Measured:
         gradients=gradients,
         updates=updates,
         update_errors=errors,
+        sizes={key: _rms(parameter) for key, parameter in parameters.items()},
         greedy=greedy,
         greedy_logits=greedy_logits,
     )
@@ -204,14 +206,15 @@ def _activation_rows(
     ):
         if name in truth:
             rows.append(
-                compare(rung, dtype, ours[name], truth[name], same and same[name],
+                compare(rung, dtype, ours[name], truth[name], None if same is None else same[name],
                         time_axis=1, length=length)
             )  # fmt: skip
     for name, rung in (("attention", "attention"), ("block", "mlp")):
         for layer in range(len(truth.get(name, ()))):
             rows.append(
                 compare(rung, dtype, ours[name][layer], truth[name][layer],
-                        same and same[name][layer], time_axis=1, layer=layer, length=length)
+                        None if same is None else same[name][layer],
+                        time_axis=1, layer=layer, length=length)
             )  # fmt: skip
     return rows
 
@@ -233,7 +236,7 @@ def _gradient_rows(
     rows = []
     known = {key: gradient for key, gradient in truth.items() if gradient is not None}
     largest = max(float(np.abs(gradient).max()) for gradient in known.values())
-    for key in truth.keys() - known.keys():
+    for key in sorted(truth.keys() - known.keys()):
         leaked = float(np.abs(_present(ours, key)).max())
         rows.append(
             Row(rung="gradient", tensor=key, dtype=dtype, length=length, error=leaked,
@@ -299,7 +302,9 @@ def _update_rows(
             measure, limit = max(direction, size), FLOAT64_LIMIT
             note = f"1 - cosine {direction:.1e}, size off by {size:.1e}"
         else:
-            measure = error / max(torch_error, EPSILON[dtype])
+            # The step is seen as a difference of parameters, which are rounded after it.
+            rounding = max(1.0, truth.sizes[key] / max(_rms(theirs), 1e-300))
+            measure = error / max(torch_error, EPSILON[dtype] * rounding)
             limit, note = MULTIPLE_LIMIT, f"1 - cosine {direction:.1e}, size off by {size:.1e}"
         rows.append(
             Row(rung="adamw step", tensor=key, dtype=dtype, length=length, error=error,
@@ -307,6 +312,10 @@ def _update_rows(
                 note=note)
         )  # fmt: skip
     return rows
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x.astype(np.float64, copy=False).reshape(-1))) / x.size**0.5
 
 
 def _first_step(gradient: np.ndarray | None, parameter: np.ndarray) -> np.ndarray:

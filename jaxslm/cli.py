@@ -164,7 +164,7 @@ def check(
         json: write the whole report as JSON.
         report: write it as one self-contained HTML page, with figures.
     """
-    from convert.report import print_report, write_html, write_json
+    from convert.report import print_report, write_json
     from convert.subject import load_subject
 
     for output in (json, report):
@@ -180,6 +180,8 @@ def check(
     if json is not None:
         write_json(result, json)
     if report is not None:
+        from convert.report_html import write_html
+
         write_html(result, report)
     return 0 if result.passed else FAILED
 

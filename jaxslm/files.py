@@ -30,16 +30,17 @@ def atomic_output(
     destination = Path(destination)
     check_destination(destination, overwrite=overwrite, owns=owns)
     room = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.absolute().parent))
+    made, replaced = room / destination.name, room / f"{destination.name}.replaced"
     try:
-        yield room / destination.name
-        (room / destination.name).chmod(_default_mode(room / destination.name))
-        if destination.is_dir():
-            destination.rename(room / "replaced")
+        yield made
+        made.chmod(_default_mode(made))
+        if destination.exists() and (destination.is_dir() or made.is_dir()):
+            destination.rename(replaced)
         try:
-            (room / destination.name).replace(destination)
+            made.replace(destination)
         except BaseException:
-            if (room / "replaced").exists():
-                (room / "replaced").rename(destination)
+            if replaced.exists():
+                replaced.rename(destination)
             raise
     finally:
         shutil.rmtree(room, ignore_errors=True)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-RopeTables = tuple[jax.Array | np.ndarray, jax.Array | np.ndarray]
+RopeTables = tuple[np.ndarray, np.ndarray]
 
 
 def frequencies(head_width: int, base: float) -> np.ndarray:

@@ -116,7 +116,10 @@ def write_tensors(
     with path.open("xb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, spec in specs.items():
-            array = np.ascontiguousarray(read(name)).reshape(spec.shape)
-            if array.dtype != spec.dtype:
-                raise ValueError(f"{name} is {array.dtype}, its spec says {spec.dtype}")
-            file.write(memoryview(array.reshape(-1).view(np.uint8)))
+            array = read(name)
+            if (array.shape, array.dtype) != (spec.shape, spec.dtype):
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}, its spec says {spec.dtype} "
+                    f"{spec.shape}"
+                )
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +158,7 @@ def _abstract_model(config: Config) -> Model:
     return nnx.eval_shape(lambda: build(config, key=jax.random.key(0)))  # type: ignore[arg-type]
 
 
-def _flatten(state: nnx.State) -> dict[str, jax.Array]:
+def _flatten(state: nnx.State) -> dict[str, Any]:
     """State leaves by dotted path."""
     return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
 

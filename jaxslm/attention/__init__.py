@@ -53,8 +53,7 @@ def attend(
     if window is not None and (window < 1 or window_mode not in WINDOW_MODES):
         raise ValueError(f"window {window} with window_mode {window_mode!r}: use a window of 1 or "
                          f"more and one of {WINDOW_MODES}")  # fmt: skip
-    local = window is not None and window < q_BTNH.shape[1]
-    if local:
+    if window is not None and window < q_BTNH.shape[1]:
         return chunked_attention(
             q_BTNH, k_BTKH, v_BTKH, slope_N, window, window_mode == "exact",
             dropout_rate, dropout_key,

@@ -195,7 +195,7 @@ class Lumen(nnx.Module):
 
         def layer(x_BTD, params):
             middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, (cos[:T], sin[:T]))
-            return out_BTD, (middle_BTD, out_BTD) if every_layer else None
+            return out_BTD, {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
 
         if config.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)
@@ -207,5 +207,4 @@ class Lumen(nnx.Module):
             "btd,vd->btv", norm_BTD, self.embedding[...].astype(dtype),
             preferred_element_type=wide(dtype),
         )  # fmt: skip
-        found = {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV}
-        return found | ({"attention": stack[0], "block": stack[1]} if every_layer else {})
+        return {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV} | stack

@@ -60,9 +60,9 @@ class RippleConfig:
     remat: bool = False
 
     def __post_init__(self):
+        check_types(self)
         if self.attention_window == 0:
             object.__setattr__(self, "attention_window", None)
-        check_types(self)
         check_positive(
             self, "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "layer_norm_eps",
             "unroll",
@@ -250,7 +250,7 @@ class Ripple(nnx.Module):
             params, index = params_and_index
             layer_key = None if key is None else jax.random.fold_in(key, index)
             middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, layer_key)
-            return out_BTD, (middle_BTD, out_BTD) if every_layer else None
+            return out_BTD, {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
 
         if config.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)
@@ -261,5 +261,4 @@ class Ripple(nnx.Module):
             "btd,dv->btv", norm_BTD, self.head[...].astype(dtype),
             preferred_element_type=wide(dtype),
         )  # fmt: skip
-        found = {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV}
-        return found | ({"attention": stack[0], "block": stack[1]} if every_layer else {})
+        return {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV} | stack
