@@ -32,8 +32,8 @@ class Row:
     Attributes:
         rung: one of RUNGS.
         layer: number of the layer, where the rung has one per layer.
-        tensor: where the rung has one per tensor, its torch key, or the path of the parameter of ours
-            that gathers several (gradients in other dtypes than float64).
+        tensor: its torch key where the rung has one per tensor, or the path of the parameter of
+            ours that gathers several (gradients in other dtypes than float64).
         dtype: "float64", "float32", "bfloat16" or "bits".
         length: sequence length in tokens.
         error: difference to torch in float64: in float64 the largest one relative to the largest

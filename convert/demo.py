@@ -56,8 +56,9 @@ def main() -> None:
     }  # fmt: skip
     options |= {REAL / name: given for name, given in REAL_FILES.items() if (REAL / name).exists()}
     failed = [path.name for path, given in options.items() if not round_trip(path, given, room)]
-    print(f"\n{len(options) - len(failed)} of {len(options)} checkpoints converted, proven and back "
-          f"in {time.monotonic() - start:.0f} s; reports in {room}/*.html")  # fmt: skip
+    done, seconds = len(options) - len(failed), time.monotonic() - start
+    print(f"\n{done} of {len(options)} checkpoints converted, proven and back in {seconds:.0f} s")
+    print(f"reports: {room}/*.html")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -100,7 +100,7 @@ def _ties(table: Table, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _faults(checkpoint: Checkpoint, resolved: Resolved) -> list[str]:
-    """What would keep the checkpoint from being converted, as far as can be seen without numbers."""
+    """What would keep the checkpoint from being converted, as far as its header shows."""
     if resolved.conflicts:
         return list(resolved.conflicts)
     if resolved.unknown:

@@ -54,7 +54,7 @@ class JaxSide:
         return {name: np.asarray(value) for name, value in found.items()}
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """logits [B, T, V]."""
+        """The logits [B, T, V]."""
         return np.asarray(self._logits(self.model, tokens))
 
     def final_norm(self, x: np.ndarray) -> np.ndarray:

@@ -54,8 +54,8 @@ class Resolved:
                 else ""
             )
             raise ValueError(
-                f"the checkpoint does not say {', '.join(self.unknown)} and its weights cannot tell: "
-                f"pass --config {example}{hint}"
+                f"the checkpoint does not say {', '.join(self.unknown)} and its weights cannot "
+                f"tell: pass --config {example}{hint}"
             )
         try:
             return MODELS[self.table.model][0](**self.values)

@@ -191,8 +191,8 @@ def faults(
                     )
         if len(kinds) > 1 and kinds <= set(FLOATS.values()) and not mixed:
             found.append(
-                f"mixed dtypes {' and '.join(sorted(map(str, kinds)))} in {leaf.path}, which stacks "
-                f"{leaf.parts[0].key} and its like: pass --dtype to cast"
+                f"mixed dtypes {' and '.join(sorted(map(str, kinds)))} in {leaf.path}, which "
+                f"stacks {leaf.parts[0].key} and its like: pass --dtype to cast"
             )
     found += [
         f"unexpected  {key}  {list(shape)}"

@@ -89,7 +89,7 @@ class TorchSide:
         return arrays
 
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """logits [B, T, V]."""
+        """The logits [B, T, V]."""
         with torch.no_grad():
             return to_numpy(_first(self.module(torch.from_numpy(tokens))))
 

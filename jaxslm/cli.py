@@ -95,8 +95,8 @@ def convert(
     if is_model_folder(source):
         if config or preset or allow_nonfinite or check:
             raise ValueError(
-                f"{source} is a model folder: --config, --preset, --allow-nonfinite and --check are "
-                "for conversion from torch (use `jaxslm check` on the folder)"
+                f"{source} is a model folder: --config, --preset, --allow-nonfinite and --check "
+                "are for conversion from torch (use `jaxslm check` on the folder)"
             )
         size = None if shard_size is None else parse_size(shard_size)
         done = folder_to_torch(
@@ -289,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
     with _short_errors():
         status = app.cli(
             prog="jaxslm",
-            description="Lumen, GPT and Ripple between torch and JAX: exact conversion, proven parity.",
+            description="Lumen, GPT and Ripple between torch and JAX: exact, and proven so.",
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )

@@ -15,6 +15,18 @@ def wide(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def compute_dtype(name: str) -> jnp.dtype:
+    """The dtype that a config names.
+
+    Raises:
+        ValueError: JAX would compute in a narrower one.
+    """
+    dtype = jnp.dtype(name)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(f"dtype {name} needs JAX's x64 mode: set jax_enable_x64, or use float32")
+    return dtype
+
+
 def contract(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """Einsum of `x` with `w` cast to x's dtype, accumulated in at least float32.
 

@@ -7,7 +7,7 @@ model.safetensors holds one tensor a parameter, named by its path in the module
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def is_model_folder(path: Path) -> bool:
     try:
         text = (path / CONFIG_FILE).read_text()
         return json.loads(text).get("format") == "jaxslm"
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError):
         return False
 
 
@@ -169,7 +169,7 @@ def _read_config(path: Path) -> Config:
         raise FileNotFoundError(f"{path.parent} is not a model folder: it has no {path.name}")
     try:
         content = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != "jaxslm":
         raise ValueError(f"{path} is not ours: convert the checkpoint first (jaxslm convert)")
@@ -178,9 +178,12 @@ def _read_config(path: Path) -> Config:
             f"{path} has format_version {content.get('format_version')!r}; "
             f"this jaxslm reads {FORMAT_VERSION}"
         )
-    if content.get("model") not in MODELS or not isinstance(content.get("config"), dict):
+    if content.get("model") not in list(MODELS) or not isinstance(content.get("config"), dict):
         raise ValueError(f"{path} must name a model of {', '.join(MODELS)} and its config")
     kind = MODELS[content["model"]][0]
+    missing = [field.name for field in fields(kind) if field.name not in content["config"]]
+    if missing:
+        raise ValueError(f"{path} lacks the config fields {', '.join(missing)}")
     try:
         return kind(**content["config"])
     except (TypeError, ValueError) as error:

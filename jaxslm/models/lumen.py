@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxslm.attention import attend
-from jaxslm.layers import RMSNorm, check_tokens, contract, embed, uniform_fan_in, wide
+from jaxslm.layers import (
+    RMSNorm,
+    check_tokens,
+    compute_dtype,
+    contract,
+    embed,
+    uniform_fan_in,
+    wide,
+)
 from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
 from jaxslm.rope import RopeTables, rope_tables, rotate
 
@@ -199,7 +207,7 @@ class Lumen(nnx.Module):
 
         if config.remat:
             layer = jax.checkpoint(layer, prevent_cse=False)
-        dtype = jnp.dtype(config.dtype)
+        dtype = compute_dtype(config.dtype)
         x_BTD = embed(self.embedding[...], tokens_BT, dtype)
         y_BTD, stack = jax.lax.scan(layer, x_BTD, layers, unroll=config.unroll)
         norm_BTD = self.final_norm(y_BTD)

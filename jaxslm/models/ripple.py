@@ -18,7 +18,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxslm.attention import WINDOW_MODES, attend
-from jaxslm.layers import LayerNorm, check_tokens, contract, dropout, embed, normal, wide
+from jaxslm.layers import (
+    LayerNorm,
+    check_tokens,
+    compute_dtype,
+    contract,
+    dropout,
+    embed,
+    normal,
+    wide,
+)
 from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
 
 
@@ -240,7 +249,7 @@ class Ripple(nnx.Module):
         """
         config = self.config
         check_tokens(tokens_BT, config.context, "block_size")
-        dtype = jnp.dtype(config.dtype)
+        dtype = compute_dtype(config.dtype)
         x_BTD = embed(self.embedding[...], tokens_BT, dtype)
         if config.use_absolute_pos_emb:
             x_BTD = x_BTD + self.position_embedding[: x_BTD.shape[1]].astype(dtype)[None]
