@@ -18,7 +18,7 @@ state = torch.load({source!r})
 state = dict(state.get("model", state))
 state.pop("lm_head.weight")
 save_file(state, {target!r})
-print(time.perf_counter() - start)
+seconds = time.perf_counter() - start
 """
 _OURS = """
 import time
@@ -26,15 +26,14 @@ from pathlib import Path
 from convert.files import torch_to_folder
 start = time.perf_counter()
 torch_to_folder(Path({source!r}), Path({target!r}), preset="gpt-250m", overwrite=True)
-print(time.perf_counter() - start)
+seconds = time.perf_counter() - start
 """
-_INSPECT = """
+_COMMAND = """
 from jaxslm.cli import main
-main(["inspect", {source!r}, "--preset", "gpt-250m"])
-"""
-_CHECK = """
-from jaxslm.cli import main
-main(["check", {source!r}, "--preset", "lumen-3m", "--lengths", "1", "2", "1024"])
+try:
+    main({arguments!r})
+except SystemExit as exit:
+    assert not exit.code
 """
 
 
@@ -81,9 +80,9 @@ def conversion(room: Path, rounds: int = 5) -> list[dict[str, Any]]:
                  f"at most {limit / 1e9:.2f} GB", peak <= limit)
         )  # fmt: skip
     single = {
-        "inspect gpt_training.pt": (_INSPECT.format(source=str(training)), 3.0, 500e6),
+        "inspect gpt_training.pt": (_command("inspect", training, "gpt-250m"), 3.0, 500e6),
         "import jaxslm": ("import sys, jaxslm; assert 'torch' not in sys.modules", 1.5, None),
-        "check Lumen-3M at 1,024": (_CHECK.format(source=str(lumen)), 60.0, None),
+        "check Lumen-3M at 1,024": (_command("check", lumen, "lumen-3m"), 60.0, None),
     }
     for name, (code, seconds, memory) in single.items():
         runs = [run_python(code) for _ in range(3)]
@@ -92,6 +91,10 @@ def conversion(room: Path, rounds: int = 5) -> list[dict[str, Any]]:
         met = wall < seconds and (memory is None or peak < memory)
         rows.append(_row(name, "", f"{wall:.2f} s, {peak / 1e6:.0f} MB", None, target, met))
     return rows
+
+
+def _command(name: str, path: Path, preset: str) -> str:
+    return _COMMAND.format(arguments=[name, str(path), "--preset", preset])
 
 
 def _inner(processes: list[Process]) -> float:

@@ -22,6 +22,7 @@ RUNGS = (
 )
 FLOAT64_LIMIT = 1e-10  # relative error against torch in float64
 MULTIPLE_LIMIT = 4.0  # error as a multiple of torch's own in the same dtype
+UNUSABLE = "NaN or infinite"
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 
 
@@ -110,17 +111,28 @@ class ParityReport:
         return bool(self.rows) and all(row.passed for row in self.rows)
 
 
+def obstacle(ours: np.ndarray, truth: np.ndarray) -> str:
+    """Why two tensors cannot be compared, in words; empty if they can."""
+    if ours.shape != truth.shape:
+        return f"ours has shape {list(ours.shape)}, torch's {list(truth.shape)}"
+    if ours.size == 0:
+        return "there is nothing to compare"
+    for whose, array in (("our", ours), ("torch's", truth)):
+        count = array.size - np.count_nonzero(np.isfinite(array))
+        if count:
+            return f"{count} of {whose} {array.size} numbers are {UNUSABLE}"
+    return ""
+
+
 def difference(ours: np.ndarray, truth: np.ndarray, scale: float | None = None) -> float:
     """Largest |ours - truth| over `scale` (the largest |truth| if None); infinite if it cannot be.
 
     Tensors of unequal shapes are never broadcast against each other, an empty comparison is no
     comparison, and NaN or infinities on either side are as far apart as can be.
     """
-    if ours.shape != truth.shape or ours.size == 0:
+    if obstacle(ours, truth):
         return math.inf
     ours, truth = ours.astype(np.float64, copy=False), truth.astype(np.float64, copy=False)
-    if not (np.isfinite(ours).all() and np.isfinite(truth).all()):
-        return math.inf
     largest = float(np.abs(ours - truth).max())
     if largest == 0.0:
         return 0.0
@@ -133,12 +145,12 @@ def distance(ours: np.ndarray, truth: np.ndarray, scale: float | None = None) ->
 
     The measure of rounding: unlike the largest of many errors it does not hang on one element.
     """
-    if not math.isfinite(difference(ours, truth, 1.0)):
-        return math.inf
+    largest = difference(ours, truth, 1.0)
+    if largest == 0.0 or not math.isfinite(largest):
+        return largest
     ours, truth = ours.astype(np.float64, copy=False), truth.astype(np.float64, copy=False)
-    away = float(np.linalg.norm(ours - truth)) / math.sqrt(ours.size)
-    if away == 0.0:
-        return 0.0
+    # Over the largest, so that squares of small numbers do not vanish.
+    away = largest * float(np.linalg.norm((ours - truth) / largest)) / math.sqrt(ours.size)
     scale = float(np.linalg.norm(truth)) / math.sqrt(truth.size) if scale is None else scale
     return away / scale if scale > 0.0 else math.inf
 
@@ -152,7 +164,7 @@ def compare(
     *,
     scale: float | None = None,
     time_axis: int | None = None,
-    by_row: bool = False,
+    note: str = "",
     **where: Any,
 ) -> Row:
     """One row: ours against torch in float64 and, in other dtypes, against torch's own error.
@@ -165,14 +177,9 @@ def compare(
         torch_same: torch's in `dtype`; needed unless that is float64.
         scale: see `difference` and `distance`.
         time_axis: axis of positions, to name the first that departs.
-        by_row: scale each row by its own largest number; the worst row counts.
-        **where: layer, tensor, length and note of the row.
+        note: what else there is to say; where the two cannot be compared, the row says why.
+        **where: layer, tensor and length of the row.
     """
-    if by_row:
-        each = [compare(rung, dtype, o, t, None if torch_same is None else s, **where)
-                for o, t, s in zip(ours, truth, truth if torch_same is None else torch_same,
-                                   strict=True)]  # fmt: skip
-        return max(each, key=lambda row: row.measure)
     if dtype == "float64":
         error, torch_error = difference(ours, truth, scale), None
         measure, limit = error, FLOAT64_LIMIT
@@ -186,15 +193,16 @@ def compare(
         if not math.isfinite(torch_error):
             measure = math.inf
     first = None
-    if measure > limit and time_axis is not None and ours.shape == truth.shape:
+    if measure > limit and time_axis is not None and ours.shape == truth.shape and ours.size:
         reach = np.abs(truth).max() if scale is None else scale
         allowed = limit * reach * (1.0 if torch_error is None else max(torch_error, 1e-7))
         others = tuple(axis for axis in range(ours.ndim) if axis != time_axis)
-        wrong = ~(np.abs(ours - truth).max(axis=others) <= allowed)
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            wrong = ~(np.abs(ours - truth).max(axis=others) <= allowed)
         first = int(np.argmax(wrong)) if wrong.any() else None
     return Row(
         rung=rung, dtype=dtype, error=error, torch_error=torch_error, measure=measure, limit=limit,
-        passed=measure <= limit, first_position=first, **where,
+        passed=measure <= limit, first_position=first, note=obstacle(ours, truth) or note, **where,
     )  # fmt: skip
 
 

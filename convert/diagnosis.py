@@ -1,27 +1,40 @@
 """From the first rung that fails to its likely cause, in words."""
 
-from convert.compare import ParityReport, Row
+from convert.compare import UNUSABLE, ParityReport, Row
 
 # Where the first departure is at position 0, a query sees one key: its weight is 1 whatever the
 # scores are, so scores, positions, mask and decay cannot be at fault.
 _VALUE_PATH = (
-    "the first position is wrong, where attention has one key and any scores give weight 1: look at "
-    "the norm before attention (eps, scale), the value projection, its bias, the order of the "
+    "the first position is wrong, where attention has one key and any scores give weight 1: look "
+    "at the norm before attention (eps, scale), the value projection, its bias, the order of the "
     "key-value heads, the output projection or the residual"
 )
 _SCORES = {
-    "lumen": "the query or key projections, RoPE (layout, base, position), the 1/sqrt(H) scale, the "
-    "softmax or the causal mask",
-    "gpt": "the query or key projections, RoPE (layout, base, position), the order of the key-value "
-    "heads, the 1/sqrt(H) scale, the softmax or the causal mask",
-    "ripple": "the query or key projections and biases, the decay (sign, absolute value, head order), "
-    "the 1/sqrt(H) scale, the softmax, the window or the causal mask",
+    "lumen": "the query or key projections, RoPE (layout, base, position), the 1/sqrt(H) scale, "
+    "the softmax or the causal mask",
+    "gpt": "the query or key projections, RoPE (layout, base, position), the order of the "
+    "key-value heads, the 1/sqrt(H) scale, the softmax or the causal mask",
+    "ripple": "the query or key projections and biases, the decay (sign, absolute value, head "
+    "order), the 1/sqrt(H) scale, the softmax, the window or the causal mask",
 }
 _MLP = {
     "lumen": "the second norm, SwiGLU (gate and up exchanged) or the MLP's weights",
     "gpt": "the second norm, the GELU (tanh, not exact) or the MLP's weights",
     "ripple": "the second norm, the gated MLP (first half value, second half gate), its biases or "
     "weights",
+}
+
+_CAUSES = {
+    "weights": "the conversion table or a cast changes bytes: dtype, reshape or transpose",
+    "rope table": "the RoPE base, the frequencies or the first position",
+    "norm": "the norm's formula: epsilon, scale, bias, the mean, or a statistic's precision",
+    "final norm": "where the final norm is applied (to another stream, twice, not at all), for the "
+    "norm itself agrees",
+    "logits": "the output head: tied or not, another matrix, transposed, or a scale",
+    "loss": "the loss: targets shifted, another mean, or a mask",
+    "adamw step": "the optimizer: epsilon, bias correction, or where weight decay goes",
+    "greedy tokens": "decoding itself, for all rungs above agree: the position whose logits are "
+    "read, or a length that they do not reach",
 }
 
 
@@ -40,29 +53,47 @@ def likely_cause(report: ParityReport) -> str | None:
 
 
 def _cause(row: Row, report: ParityReport) -> str:
-    model = report.model
-    if row.rung == "attention":
-        return _attention_cause(row, report)
-    if row.rung == "loss":
-        return "the loss: targets shifted, another mean, or a mask"
-    if row.rung == "gradient":
-        if row.note.startswith("torch gives"):
+    if row.note.endswith(UNUSABLE):
+        return f"{row.note}: a weight, an overflow or a division by zero just before this rung"
+    match row.rung:
+        case "norm" if not row.note.startswith("inputs of mean 0 "):
+            return "the norm's variance, which cancels (E[x^2] - E[x]^2), or its precision"
+        case "norm" if _layers_agree(report):
+            return "the final norm alone, for the layers agree: another norm's weights or epsilon"
+        case "attention" | "mlp":
+            return _layer_cause(row, report)
+        case "embedding":
+            positions = report.config.get("use_absolute_pos_emb")
+            return "the embedding table (rows shifted, another tensor), its scale" + (
+                " or the position embedding" if positions else ""
+            )
+        case "gradient" if row.note.startswith("torch gives"):
             return (
                 f"a gradient reaches {row.tensor}, which torch reads without one (.item()): "
                 "decay_gradient must be as_torch"
             )
-        return f"the backward pass of {row.tensor}: a stopped or doubled gradient"
-    return {
-        "weights": "the conversion table or a cast changes bytes: dtype, reshape or transpose",
-        "rope table": "the RoPE base, the frequencies or the first position",
-        "norm": "the norm's formula: epsilon, a variance that cancels, or a statistic's precision",
-        "embedding": "the embedding table or the position embedding",
-        "mlp": _MLP[model],
-        "final norm": "the final norm: another norm's weights, or its epsilon",
-        "logits": "the output head: tied or not, or transposed",
-        "adamw step": "the optimizer: epsilon, betas, bias correction, or decay on a frozen tensor",
-        "greedy tokens": "the tokens part by more than noise: see the rungs above",
-    }[row.rung]
+        case "gradient":
+            return f"the backward pass of {row.tensor}: a stopped or doubled gradient"
+        case "adamw step" if row.note.startswith("torch freezes"):
+            return f"the optimizer moves {row.tensor}, which torch freezes: weight decay"
+        case "adamw step" if row.note.startswith("no gradient"):
+            return f"the parameter {row.tensor} itself, which the output does not depend on"
+    return _CAUSES[row.rung]
+
+
+def _layers_agree(report: ParityReport) -> bool:
+    passed = [row.passed for row in report.rows if row.rung in ("attention", "mlp")]
+    return bool(passed) and all(passed)
+
+
+def _layer_cause(row: Row, report: ParityReport) -> str:
+    cause = _attention_cause(row, report) if row.rung == "attention" else _MLP[report.model]
+    if not row.layer:
+        return cause
+    return (
+        f"the weights of layer {row.layer} (another layer's, exchanged, transposed, rounded or "
+        f"zeroed), for layer 0 agrees and runs the same code: {cause}"
+    )
 
 
 def _attention_cause(row: Row, report: ParityReport) -> str:

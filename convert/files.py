@@ -19,6 +19,7 @@ from convert.resolve import CHOICES
 from convert.source import TorchSource, open_torch
 from convert.subject import recorded_digests
 from convert.transform import torch_arrays, with_aliases
+from convert.transpose import contiguous
 from jaxslm.files import atomic_output, check_destination
 from jaxslm.models import Config
 from jaxslm.safetensors_io import TensorSpec, write_tensors
@@ -169,7 +170,7 @@ def folder_to_torch(
     after: dict[str, str] = {}
 
     def tensor(key: str) -> np.ndarray:
-        array = np.ascontiguousarray(cast(state[key], target or state[key].dtype, key))
+        array = contiguous(cast(state[key], target or state[key].dtype, key))
         after[key] = sha256(array)
         return array
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.rules import Ignored, Rule, Table, layer_count
+from convert.rules import Ignored, Rule, Table, kv_heads, layer_count
 from jaxslm.models.gpt import GPTConfig
 
 RULES = (
@@ -39,9 +39,9 @@ def facts(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Any]) -> di
         told["vocab_size"], told["n_embd"] = table
     told["n_layer"] = layer_count(shapes, r"transformer\.h\.")
     key = shapes.get("transformer.h.0.attn.k_proj.weight")
-    heads = known.get("n_head")
-    if key and table and heads and (key[0] * heads) % table[-1] == 0:
-        told["n_kv_head"] = key[0] * heads // table[-1]
+    if key and table:
+        count = kv_heads(key[0], table[-1], known.get("n_head"), stated="n_kv_head" in known)
+        told |= {} if count is None else {"n_kv_head": count}
     return told
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from convert.containers import Checkpoint
-from convert.lazy_tensor import LazyTensor
+from convert.lazy_tensor import LazyTensor, printable
 from convert.resolve import Resolved
 from convert.rules import Table, faults, is_ignored
 from convert.source import identify
@@ -137,7 +137,7 @@ def print_inspection(found: dict[str, Any], console: Console) -> None:
             console.print(f"{name:<10}  {text}")
     table = RichTable(box=None, show_header=False, pad_edge=False)
     for name, field in found["config"].items():
-        table.add_row("  " + name, str(field["value"]), field["from"])
+        table.add_row("  " + name, printable(str(field["value"])), field["from"])
     for name in found.get("unknown", ()):
         table.add_row("  " + name, "?", "the file does not say and the weights cannot tell")
     console.print("config")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from convert.rules import Ignored, Rule, Table, layer_count
+from convert.rules import Ignored, Rule, Table, kv_heads, layer_count
 from jaxslm.models.lumen import LumenConfig
 
 RULES = (
@@ -41,9 +41,9 @@ def facts(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Any]) -> di
     if gate:
         told["intermediate_dim"] = gate[0]
     key = shapes.get("layers.0.attention.k_proj.weight")
-    heads = known.get("num_heads")
-    if key and table and heads and (key[0] * heads) % table[-1] == 0:
-        told["num_kv_heads"] = key[0] * heads // table[-1]
+    if key and table:
+        count = kv_heads(key[0], table[-1], known.get("num_heads"), stated="num_kv_heads" in known)
+        told |= {} if count is None else {"num_kv_heads": count}
     return told
 
 

@@ -19,7 +19,15 @@ import numpy as np
 from convert.compare import ParityReport, order
 from convert.diagnosis import likely_cause
 from convert.jax_side import JaxSide
-from convert.rungs import Inputs, compare_sides, heatmaps, measure, rope_rows, weight_rows
+from convert.rungs import (
+    NORM_INPUTS,
+    Inputs,
+    compare_sides,
+    heatmaps,
+    measure,
+    rope_rows,
+    weight_rows,
+)
 from convert.subject import Subject
 from convert.transform import with_aliases
 from jaxslm.models import Config, LumenConfig, RippleConfig, model_name
@@ -28,6 +36,7 @@ GREEDY_TOKENS = 20
 PROMPT_TOKENS = 8
 FORWARD_BUDGET = 2e12  # float64 operations that one forward or backward pass may take
 BATCH = 2
+NORM_ROWS = 64
 
 
 def check(
@@ -66,11 +75,12 @@ def check(
     name, build = builder(against, config)
     state = with_aliases(config, dict(subject.torch_state))
     inputs = choose_inputs(config, subject.parameters, tokens, lengths, seed)
+    longest = max(*inputs.lengths, inputs.prompt + inputs.decoded - 1)
     rows = weight_rows(subject)
 
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         progress("torch, float64")
-        side = TorchSide(build, config, state, "float64")
+        side = TorchSide(build, config, state, "float64", longest)
         truth = measure(side, inputs)
         tables = _torch_tables(side, config)
         del side
@@ -85,7 +95,7 @@ def check(
         drawn: dict[str, dict[str, list[list[float]]]] = {}
         for dtype in dtypes:
             progress(f"torch, {dtype}")
-            same = measure(TorchSide(build, config, state, dtype), inputs)
+            same = measure(TorchSide(build, config, state, dtype, longest), inputs)
             progress(f"JAX, {dtype}")
             mine = measure(jax_side(config, subject.arrays, dtype), inputs)
             rows += compare_sides(config, dtype, mine, truth, same)
@@ -119,6 +129,8 @@ def choose_inputs(
         ValueError: a length beyond the model's context, or tokens too few or out of the vocabulary.
     """
     context = config.context or config.block_size  # type: ignore[union-attr]
+    if tokens is not None and len(tokens) < 2:
+        raise ValueError(f"2 tokens are needed at least, the file has {len(tokens)}")
     if lengths is None:
         affordable = max(2, int(FORWARD_BUDGET / (2 * parameters)))
         window = getattr(config, "attention_window", None)
@@ -131,7 +143,8 @@ def choose_inputs(
         lengths = sorted({min(length, affordable) for length in chosen})
     longest = max(lengths, default=0)
     if not lengths or min(lengths) < 1 or longest > (config.context or longest):
-        raise ValueError(f"lengths must be between 1 and {config.context or 'any'}, got {lengths}")
+        end = f"to {config.context}" if config.context else "on"
+        raise ValueError(f"lengths must be from 1 {end}, got {list(lengths)}")
     rng = np.random.default_rng(seed)
     if tokens is None:
         tokens_BT = rng.integers(0, config.vocab_size, (BATCH, longest + 1))
@@ -154,9 +167,8 @@ def choose_inputs(
     width = config.head_width * (
         config.num_heads if isinstance(config, LumenConfig) else config.n_head
     )
-    # A mean far above the spread shows a variance that cancels; a tiny spread shows epsilon.
-    spread, mean = np.array([[1.0, 1e-3, 1.0, 1e2], [0.0, 0.0, 1e4, -3e4]])[:, :, None, None]
-    norm_input = mean + spread * rng.standard_normal((4, 64, width))
+    mean, spread = np.array(NORM_INPUTS).T[:, :, None, None]
+    norm_input = mean + spread * rng.standard_normal((len(NORM_INPUTS), NORM_ROWS, width))
     room = config.context or PROMPT_TOKENS + GREEDY_TOKENS
     prompt = max(1, min(PROMPT_TOKENS, longest, room - GREEDY_TOKENS))
     return Inputs(

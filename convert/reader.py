@@ -1,7 +1,8 @@
-"""Reads parameters out of a torch checkpoint, checking and hashing them in the background."""
+"""Reads parameters out of a torch checkpoint, several tensors at once, checked and hashed."""
 
 import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 import numpy as np
@@ -9,23 +10,24 @@ import numpy as np
 from convert.casting import all_finite, cast, float_dtype
 from convert.rules import Leaf, assemble
 from convert.source import TorchSource
+from convert.transpose import contiguous
 from jaxslm.safetensors_io import TensorSpec
 
 
 class Reader:
     """Assembles one parameter at a time; only that one, and pages of the file, are in memory.
 
-    A worker thread meanwhile verifies the container's checksums and hashes. Use as a context
-    manager, and call `finish` before the parameters are trusted.
+    Threads copy and hash its tensors and meanwhile verify the container's checksums. Use as a
+    context manager, and call `finish` before the parameters are trusted.
     """
 
     def __init__(self, source: TorchSource, dtype: str | None):
         self.source = source
         self._target = None if dtype is None else float_dtype(dtype)
-        self._worker = ThreadPoolExecutor(1)
-        self._checksums = self._worker.submit(self._verify)
-        self._digests: dict[str, Future[str]] = {}
-        self._nonfinite: list[str] = []
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        self._checksums = self._pool.submit(self._verify)
+        self._digests: dict[str, str] = {}
+        self._nonfinite: set[str] = set()
 
     def __enter__(self) -> "Reader":
         return self
@@ -36,7 +38,7 @@ class Reader:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def specs(self) -> dict[str, TensorSpec]:
         """Shapes and dtypes of all parameters as `parameter` gives them."""
@@ -49,10 +51,12 @@ class Reader:
             ValueError: the cast overflows; names the tensor.
         """
         dtype = self._dtype(leaf)
-        return assemble(leaf, lambda key: cast(self._tensor(key), dtype, key), dtype)
+        return assemble(
+            leaf, lambda key: cast(self._tensor(key), dtype, key), dtype, pool=self._pool
+        )
 
     def finish(self, *, allow_nonfinite: bool) -> dict[str, str]:
-        """Waits for the background checks.
+        """Waits for the checksums and says what was found.
 
         Returns:
             SHA-256 of each torch tensor that was read, of its bytes in row-major order.
@@ -65,19 +69,19 @@ class Reader:
         if self._nonfinite and not allow_nonfinite:
             raise ValueError(
                 f"{self.source.checkpoint.path}: NaN or infinite numbers in "
-                f"{', '.join(self._nonfinite)}: the run that made it diverged, or the file is "
+                f"{', '.join(sorted(self._nonfinite))}: the run that made it diverged, or the file is "
                 "damaged; pass --allow-nonfinite to convert it all the same"
             )
-        return {key: digest.result() for key, digest in self._digests.items()}
+        return dict(self._digests)
 
     def _dtype(self, leaf: Leaf) -> np.dtype:
         return self._target or self.source.tensor(leaf.parts[0].key).dtype
 
     def _tensor(self, key: str) -> np.ndarray:
         array = self.source.tensor(key).read()
-        self._digests[key] = self._worker.submit(sha256, array)
+        self._digests[key] = sha256(array)
         if not all_finite(array):
-            self._nonfinite.append(key)
+            self._nonfinite.add(key)
         return array
 
     def _verify(self) -> None:
@@ -89,4 +93,4 @@ class Reader:
 
 def sha256(array: np.ndarray) -> str:
     """SHA-256 of an array's bytes in row-major order, in hex."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+    return hashlib.sha256(contiguous(array).reshape(-1).view(np.uint8).data).hexdigest()

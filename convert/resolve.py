@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
+from convert.lazy_tensor import printable
 from convert.rules import Table, faults
 from jaxslm.models import MODELS, Config
 
@@ -95,7 +96,7 @@ def resolve(
     unused = {}
     for source, given in sources.items():
         said[source] = {name: given[name] for name in given if name in names}
-        if left := tuple(str(name) for name in given if name not in names):
+        if left := tuple(printable(str(name)) for name in given if name not in names):
             unused[source] = left
     known = {name: value for given in reversed(said.values()) for name, value in given.items()}
     said["the tensors' shapes"] = table.facts(shapes, known)
@@ -115,7 +116,8 @@ def resolve(
                 values[name], origins[name] = value, source
             elif not _same(values[name], value):
                 conflicts.append(
-                    f"{name} is {values[name]!r} by {origins[name]}, but {value!r} by {source}"
+                    f"{name} is {printable(repr(values[name]))} by {origins[name]}, "
+                    f"but {printable(repr(value))} by {source}"
                 )
             elif source not in origins[name]:
                 origins[name] += f", {source}"
@@ -188,5 +190,6 @@ def _fitting_preset(table: Table, shapes: Mapping[str, tuple[int, ...]]) -> str 
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal, and not a bool against a number."""
+    """Equal, and not a bool against a number; a window of 0 is none, as the original reads it."""
+    a, b = (None if type(value) is int and value == 0 else value for value in (a, b))
     return a == b and isinstance(a, bool) == isinstance(b, bool)

@@ -50,10 +50,8 @@ def facts(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Any]) -> di
     if table and len(table) == 2:
         told["vocab_size"], told["n_embd"] = table
     told["n_layer"] = layer_count(shapes, r"blocks\.")
-    heads = layer_count(shapes, r"blocks\.0\.heads\.")
-    if heads:
-        told["n_head"] = heads
-        told["bias"] = "blocks.0.heads.0.query.bias" in shapes
+    told["n_head"] = layer_count(shapes, r"blocks\.\d+\.heads\.")
+    told["bias"] = "blocks.0.heads.0.query.bias" in shapes
     positions = shapes.get("position_embedding_table.weight")
     told["use_absolute_pos_emb"] = positions is not None
     if positions:

@@ -9,6 +9,7 @@ and stacking happen here, so both directions keep every byte.
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ import einops
 import numpy as np
 
 from convert.casting import FLOATS
+from convert.lazy_tensor import printable
+from convert.transpose import copy_into
 from jaxslm.models import Config
 
 
@@ -120,24 +123,45 @@ def layer_count(keys: Iterable[str], prefix: str) -> int:
     return highest if highest <= 4 * len(numbers) else len(numbers)
 
 
+def kv_heads(rows: int, width: int, heads: Any, *, stated: bool) -> int | None:
+    """How many key-value heads a key projection of `rows` rows holds, under `heads` query heads.
+
+    Where these do not go together, None if the files state a number; else the nearest, so that the
+    user is told what does not fit and not asked for one more field.
+    """
+    if type(heads) is not int or heads < 1 or width < 1:
+        return None
+    fits = width % heads == 0 and rows % (width // heads) == 0
+    return max(1, rows * heads // width) if fits or not stated else None
+
+
 def _size(axis: str, sizes: Mapping[str, int]) -> int:
     return 1 if axis == "1" else sizes[axis]
 
 
-def assemble(leaf: Leaf, read: Callable[[str], np.ndarray], dtype: np.dtype) -> np.ndarray:
+def assemble(
+    leaf: Leaf, read: Callable[[str], np.ndarray], dtype: np.dtype, *, pool: Executor
+) -> np.ndarray:
     """One JAX parameter from its torch tensors.
 
     Args:
         leaf: the parameter.
-        read: gives the torch tensor of a key, in `dtype`.
+        read: gives the torch tensor of a key, in `dtype`; called in the pool's threads.
         dtype: of the result.
+        pool: copies several tensors at once.
 
     Returns:
         A new array of the leaf's shape.
     """
     out = np.empty(leaf.shape, dtype)
-    for part in leaf.parts:
-        out[part.index] = einops.rearrange(read(part.key), part.forward, **part.axes)
+
+    def fill(part: Part) -> None:
+        slot = out[part.index] if part.index else out
+        tensor = einops.rearrange(read(part.key), part.forward, **part.axes)
+        copy_into(slot if isinstance(slot, np.ndarray) else out[(*part.index, None)], tensor)
+
+    for _ in pool.map(fill, leaf.parts):
+        pass
     return out
 
 
@@ -176,10 +200,10 @@ def faults(
             names = [part.key] + ([owners[part.key]] if part.key in owners else [])
             present = [name for name in names if name in shapes]
             taken.update(names)
+            kinds.update(dtypes[name] for name in present[:1])
             if not present:
                 found.append(f"missing     {' or '.join(names)}  {list(part.shape)}")
             for name in present:
-                kinds.add(dtypes[name])
                 if shapes[name] != part.shape:
                     found.append(
                         f"mis-shaped  {name}  {list(shapes[name])}, expected {list(part.shape)}"
@@ -195,7 +219,7 @@ def faults(
                 f"stacks {leaf.parts[0].key} and its like: pass --dtype to cast"
             )
     found += [
-        f"unexpected  {key}  {list(shape)}"
+        f"unexpected  {printable(key)}  {list(shape)}"
         for key, shape in shapes.items()
         if key not in taken and not is_ignored(table, key, shape)
     ]

@@ -1,7 +1,7 @@
 """The rungs of the parity ladder: what both halves are asked, and how their answers compare."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from convert.compare import (
     compare,
     difference,
     distance,
+    obstacle,
 )
 from convert.reader import sha256
 from convert.rules import leaves
@@ -23,6 +24,9 @@ from convert.transform import torch_arrays
 from jaxslm.models import Config, model_name
 
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+# Mean and spread of what the norm rung is given: a mean far above the spread shows a variance that
+# cancels; a tiny spread shows epsilon.
+NORM_INPUTS = ((0.0, 1.0), (0.0, 1e-3), (1e4, 1.0), (-3e4, 1e2))
 # A gradient this far below the model's largest is rounding noise (a key bias has none at all).
 NOISE = 1e-4
 SHORT = 256  # tokens; longer sequences come one at a time
@@ -39,7 +43,7 @@ class Inputs:
         tokens_BT: int64 tokens, one more than the longest length; shorter ones are its prefixes.
         lengths: of the forward passes.
         gradient_lengths: of the backward passes.
-        norm_input: float64 [kinds, rows, D] for the norm rung, each kind compared by itself.
+        norm_input: float64 [NORM_INPUTS, rows, D] for the norm rung.
         prompt: number of tokens that greedy decoding starts from.
         decoded: number of greedy tokens.
     """
@@ -60,14 +64,31 @@ class Inputs:
 class Side(Protocol):
     """Either half: `convert.torch_side.TorchSide` or `convert.jax_side.JaxSide`."""
 
-    def activations(self, tokens: np.ndarray) -> dict[str, np.ndarray]: ...
-    def logits(self, tokens: np.ndarray) -> np.ndarray: ...
-    def final_norm(self, x: np.ndarray) -> np.ndarray: ...
+    def activations(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """Embedding, attention [L, ...], block [L, ...], final_norm and logits."""
+        ...
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Logits [B, T, V]."""
+        ...
+
+    def final_norm(self, x: np.ndarray) -> np.ndarray:
+        """The last norm applied to x [..., D]."""
+        ...
+
     def loss_and_gradients(
         self, tokens: np.ndarray, targets: np.ndarray
-    ) -> tuple[np.ndarray, Gradients]: ...
-    def parameters(self) -> dict[str, np.ndarray]: ...
-    def adamw_update(self, settings: Mapping[str, Any], length: int) -> dict[str, np.ndarray]: ...
+    ) -> tuple[np.ndarray, Gradients]:
+        """Mean cross-entropy, and the gradient of every torch key."""
+        ...
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Every parameter by torch key, tied ones once."""
+        ...
+
+    def adamw_update(self, settings: Mapping[str, Any], length: int) -> dict[str, np.ndarray]:
+        """What one AdamW step from the last gradients adds, in float64, by torch key."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +193,12 @@ def compare_sides(
 ) -> list[Row]:
     """All rows of one dtype; `same` is torch in that dtype, None for float64."""
     pick = (lambda get: None) if same is None else (lambda get: get(same))
-    rows = [compare("norm", dtype, ours.norm, truth.norm, pick(lambda m: m.norm), by_row=True)]
+    rows = [
+        compare("norm", dtype, ours.norm[kind], truth.norm[kind],
+                pick(lambda m, k=kind: m.norm[k]),
+                note=f"inputs of mean {mean:g} and spread {spread:g}")
+        for kind, (mean, spread) in enumerate(NORM_INPUTS)
+    ]  # fmt: skip
     for length in truth.activations:
         rows += _activation_rows(
             dtype, length, ours.activations[length], truth.activations[length],
@@ -295,9 +321,13 @@ def _update_rows(
             error = measure = float(np.abs(mine).max())
             limit, note = 0.0, "torch freezes this tensor"
         elif torch_error is None and float(np.abs(gradient).max()) < FLOAT64_LIMIT * largest:
-            # A gradient of rounding noise: the step from it may have any direction.
-            measure, limit = ours.update_errors[length][key], FLOAT64_LIMIT
-            note = "the gradient is rounding noise: held against the formula"
+            # A gradient of rounding noise: the step from it may have any direction. Nothing that
+            # comes out depends on such a parameter, so that it must be compared itself.
+            size = abs(ours.sizes[key] - truth.sizes[key]) / max(truth.sizes[key], 1e-300)
+            measure, limit = max(size, ours.update_errors[length][key]), FLOAT64_LIMIT
+            note = (
+                f"no gradient but rounding noise: held against the formula, size off by {size:.1e}"
+            )
         elif torch_error is None:
             measure, limit = max(direction, size), FLOAT64_LIMIT
             note = f"1 - cosine {direction:.1e}, size off by {size:.1e}"
@@ -305,6 +335,7 @@ def _update_rows(
             # The step is seen as a difference of parameters, which are rounded after it.
             rounding = max(1.0, truth.sizes[key] / max(_rms(theirs), 1e-300))
             measure = error / max(torch_error, EPSILON[dtype] * rounding)
+            measure = measure if np.isfinite(torch_error) else np.inf
             limit, note = MULTIPLE_LIMIT, f"1 - cosine {direction:.1e}, size off by {size:.1e}"
         rows.append(
             Row(rung="adamw step", tensor=key, dtype=dtype, length=length, error=error,
@@ -337,12 +368,15 @@ def _direction_and_size(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, fl
 
 
 def _greedy_row(dtype: str, ours: Measured, truth: Measured, same: Measured | None) -> Row:
-    """Greedy tokens against torch's in float64; where they part, the margin says whether by noise."""
+    """Greedy tokens against torch's in float64; where they part, whether by more than noise."""
     if ours.greedy.shape != truth.greedy.shape or ours.greedy.size == 0:
         raise TypeError("the halves decoded different numbers of tokens")
     wrong = np.flatnonzero(ours.greedy != truth.greedy)
     row = Row(rung="greedy tokens", dtype=dtype, error=0.0, measure=0.0, limit=0.0, passed=True,
               note=f"{ours.greedy.size} of {ours.greedy.size} equal")  # fmt: skip
+    reason = obstacle(ours.greedy_logits, truth.greedy_logits)
+    if reason:
+        return replace(row, error=np.inf, measure=np.inf, passed=False, note=reason)
     if wrong.size == 0:
         return row
     step = int(wrong[0])
@@ -355,7 +389,7 @@ def _greedy_row(dtype: str, ours: Measured, truth: Measured, same: Measured | No
         f"parts at token {step + 1}: torch in float64 prefers {truth.greedy[step]} to "
         f"{ours.greedy[step]} by {margin:.2e}; noise reaches {noise:.2e}"
     )
-    passed = margin <= noise
+    passed = margin <= noise < np.inf
     return Row(rung="greedy tokens", dtype=dtype, error=margin, measure=margin, limit=noise,
                passed=passed, first_position=step, note=note)  # fmt: skip
 

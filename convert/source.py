@@ -83,10 +83,10 @@ def open_torch(
     dtypes = {key: tensor.dtype for key, tensor in checkpoint.tensors.items()}
     found = faults(resolved.table, config, shapes, dtypes, mixed=cast)
     found = found or [
-        f"tied tensors {owner} and {alias} differ by up to {difference:g}: one of them is not "
+        f"tied tensors {owner} and {alias} differ {difference}: one of them is not "
         "what the model used; save the file again without the wrong one"
         for alias, owner in resolved.table.ties.items()
-        if (difference := _difference(checkpoint, alias, owner)) != 0.0
+        if (difference := _difference(checkpoint, alias, owner))
     ]
     if found:
         lines = "\n  ".join(found)
@@ -99,19 +99,18 @@ def open_torch(
     )
 
 
-def _difference(checkpoint: Checkpoint, alias: str, owner: str) -> float:
-    """Largest difference of two tied tensors; 0 only where one is absent or the bytes are equal."""
+def _difference(checkpoint: Checkpoint, alias: str, owner: str) -> str:
+    """How two tied tensors differ, in words; none where one is absent or their bytes are equal."""
     if alias not in checkpoint.tensors or owner not in checkpoint.tensors:
-        return 0.0
+        return ""
     one, other = checkpoint.tensors[alias], checkpoint.tensors[owner]
     if one.storage == other.storage:
-        return 0.0
+        return ""
     a, b = one.read(), other.read()
-    if (
-        a.dtype == b.dtype
-        and np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
-    ):
-        return 0.0
+    if a.dtype != b.dtype:
+        return f"in dtype ({b.dtype} and {a.dtype})"
+    if np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes():
+        return ""
     with np.errstate(invalid="ignore"):
         largest = float(np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0))
-    return largest or float("nan")  # equal numbers, other bytes: -0.0 against 0.0, or dtypes
+    return f"by up to {largest:g}" if largest else "in the sign of a zero"

@@ -89,7 +89,7 @@ def recorded_digests(folder: Path) -> dict[str, str] | None:
     try:
         record = json.loads((folder / "parity.json").read_text())
         return {key: tensor["sha256"] for key, tensor in record["tensors"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

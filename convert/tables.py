@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from convert.gpt import TABLE as GPT
+from convert.lazy_tensor import printable
 from convert.lumen import TABLE as LUMEN
 from convert.ripple import TABLE as RIPPLE
 from convert.rules import Table
@@ -41,7 +42,7 @@ def table_for(shapes: Mapping[str, tuple[int, ...]]) -> Table:
             ),
             None,
         )
-        some = ", ".join(list(shapes)[:4]) or "no tensors"
+        some = ", ".join(printable(key) for key in list(shapes)[:4]) or "no tensors"
         raise ValueError(
             f"this is not a Lumen, GPT or Ripple checkpoint: it looks like "
             f"{likeness or 'something else'} ({len(shapes)} tensors: {some}, ...)"

@@ -7,10 +7,13 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from convert.transpose import copy_into
+
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
     """A contiguous tensor with a copy of the array's bytes; bfloat16 included."""
-    copy = np.array(array, order="C")
+    copy = np.empty(array.shape, array.dtype)
+    copy_into(copy, array)
     if copy.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(copy)
@@ -25,5 +28,15 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def save_state_dict(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a raw state dict that `torch.load(weights_only=True)` reads."""
-    torch.save(dict(tensors), path)
+    """Writes a raw state dict that `torch.load(weights_only=True)` reads.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("xb") as file:
+        try:
+            torch.save(dict(tensors), file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # a full disk, which torch gives no name
+                raise error.__context__ from None
+            raise

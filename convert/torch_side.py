@@ -36,9 +36,10 @@ class TorchSide:
         config: the model's config.
         state: every torch key -> array; loaded with strict=True.
         dtype: "float64", "float32" or "bfloat16".
+        longest: number of tokens in the longest sequence to come.
 
     Raises:
-        ValueError: the module's state dict is not the checkpoint's.
+        ValueError: the module's state dict is not the checkpoint's, or it cannot run.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class TorchSide:
         config: Config,
         state: Mapping[str, np.ndarray],
         dtype: str,
+        longest: int,
     ):
         self.dtype = dtype
         self._kind = getattr(torch, dtype)
@@ -54,13 +56,18 @@ class TorchSide:
         self._blocks, self._middle, self._norm = PATHS[model_name(config)]
         self._layers = len({key.split(".")[len(self._blocks.split("."))]
                             for key in state if key.startswith(self._blocks + ".")})  # fmt: skip
-        self.module = build().to(self._kind).eval()
+        self.module = build().eval()
+        if self._kind == torch.bfloat16:
+            # Masks and tables that a module makes in its first pass are float32, and do not mix
+            # with bfloat16 unless they are there to be converted along with the weights.
+            with torch.no_grad():
+                self._run(np.zeros((1, longest), np.int64))
+        self.module.to(self._kind)
         tensors = {key: from_numpy(array) for key, array in state.items()}
         try:
             self.module.load_state_dict(tensors, strict=True)
         except RuntimeError as error:
-            name = type(self.module).__name__
-            raise ValueError(f"{name} does not take these weights: {error}") from None
+            raise ValueError(f"{self._name} does not take these weights: {error}") from None
 
     def activations(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """Embedding, attention [L, ...], block [L, ...], final_norm and logits, where seen."""
@@ -77,7 +84,7 @@ class TorchSide:
         hooks.append(norm.register_forward_hook(_keep_output(seen, "final_norm")))
         try:
             with torch.no_grad():
-                seen["logits"] = _first(self.module(torch.from_numpy(tokens)))
+                seen["logits"] = self._run(tokens)[0]
         finally:
             for hook in hooks:
                 hook.remove()
@@ -91,7 +98,7 @@ class TorchSide:
     def logits(self, tokens: np.ndarray) -> np.ndarray:
         """The logits [B, T, V]."""
         with torch.no_grad():
-            return to_numpy(_first(self.module(torch.from_numpy(tokens))))
+            return to_numpy(self._run(tokens)[0])
 
     def final_norm(self, x: np.ndarray) -> np.ndarray:
         """The last norm applied to x [..., D] (float64, cast to this side's dtype)."""
@@ -105,8 +112,12 @@ class TorchSide:
     ) -> tuple[np.ndarray, dict[str, np.ndarray | None]]:
         """The model's own loss, and the gradient of every parameter (None where torch has none)."""
         self.module.zero_grad(set_to_none=True)
-        result = self.module(torch.from_numpy(tokens), torch.from_numpy(targets))
-        loss = result[1]
+        _, loss, *_ = *self._run(tokens, targets), None
+        if loss is None or loss.ndim or not loss.requires_grad:
+            raise ValueError(
+                f"{self._name} must return (logits, loss) when it is called with "
+                "tokens and targets, the loss a scalar with a gradient"
+            )
         loss.backward()
         return to_numpy(loss), {
             key: None if parameter.grad is None else to_numpy(parameter.grad)
@@ -129,6 +140,31 @@ class TorchSide:
                 parameter.copy_(before)
         return updates
 
+    @property
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+    def _run(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Calls the module; the tensors that it returns, of tokens alone logits [B, T, V] first.
+
+        Raises:
+            ValueError: it cannot be called like our counterpart.
+        """
+        try:
+            result = self.module(*map(torch.from_numpy, arrays))
+        except Exception as error:  # the user's code may raise anything
+            words = f"{self._name} fails in {self.dtype}: {type(error).__name__}: {error}"
+            raise ValueError(words) from error
+        values = result if isinstance(result, tuple | list) else [result]
+        found = [value for value in values if isinstance(value, torch.Tensor)]
+        if not found or (len(arrays) == 1 and found[0].shape[:-1] != arrays[0].shape):
+            shape = list(found[0].shape) if found else "no tensor"
+            raise ValueError(
+                f"{self._name} must return logits [batch, positions, vocabulary] for tokens "
+                f"{list(arrays[0].shape)}, alone or first of a tuple; got {shape}"
+            )
+        return found
+
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters once each, a tied one under its owner's key."""
         return [(self._ties.get(key, key), p) for key, p in self.module.named_parameters()]
@@ -139,7 +175,8 @@ class TorchSide:
         for names in ROPE_BUFFERS:
             if all(buffers.get(name) is not None for name in names):
                 cos, sin = (to_numpy(buffers[name]) for name in names)
-                return cos[:, : cos.shape[1] // 2], sin[:, : sin.shape[1] // 2]
+                if cos.ndim == sin.ndim == 2:
+                    return cos[:, : cos.shape[1] // 2], sin[:, : sin.shape[1] // 2]
         return None
 
 
@@ -196,10 +233,12 @@ def builder(against: str | None, config: Config) -> tuple[str, Callable[[], nn.M
     def build_theirs() -> nn.Module:
         try:
             return kind(_their_config(module, kind, config))
-        except Exception as error:  # the user's code may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's code may raise anything, SystemExit included
             raise ValueError(
                 f"{against} cannot be built: {type(error).__name__}: {error}"
-            ) from None
+            ) from error
 
     return against, build_theirs
 
@@ -213,27 +252,28 @@ def _import_file(path: Path) -> ModuleType:
         names.insert(0, root.name)
         root = root.parent
     name = ".".join(names)
+    spec = importlib.util.spec_from_file_location(f"jaxslm_against_{name}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--against: {path} is not a Python file")
     sys.path.insert(0, str(root))
     try:
         if len(names) > 1:
-            return importlib.import_module(name)
-        spec = importlib.util.spec_from_file_location(f"jaxslm_against_{name}", path)
-        if spec is None or spec.loader is None:
-            raise ValueError(f"--against: {path} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    except ValueError:
+            module = importlib.import_module(name)
+        else:
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's code may raise anything, SystemExit included
-        if isinstance(error, KeyboardInterrupt):
-            raise
         raise ValueError(
             f"--against: {path} fails to import: {type(error).__name__}: {error}"
-        ) from None
+        ) from error
     finally:
         sys.path.remove(str(root))
+    if module.__file__ is None or Path(module.__file__).resolve() != path.resolve():
+        raise ValueError(f"--against: a package {names[0]} is already imported from elsewhere")
+    return module
 
 
 def _their_config(module: ModuleType, kind: type, config: Config) -> Any:

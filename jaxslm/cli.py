@@ -166,10 +166,11 @@ def check(
     """
     from convert.report import print_report, write_json
     from convert.subject import load_subject
+    from jaxslm.files import check_destination
 
     for output in (json, report):
-        if output is not None and not output.absolute().parent.is_dir():
-            raise FileNotFoundError(f"{output.absolute().parent} does not exist: create it first")
+        if output is not None:
+            check_destination(output, overwrite=True)
     subject = load_subject(source, overrides=config, preset=preset)
     real = None if tokens is None else _read_tokens(tokens)
     result = _run_check(
@@ -227,7 +228,11 @@ def _read_tokens(path: Path):
 def _console():
     from rich.console import Console
 
-    return Console(soft_wrap=True, highlight=False, markup=False)
+    class OurConsole(Console):
+        def on_broken_pipe(self) -> None:  # Console's own exits with 1, which is failed parity
+            raise BrokenPipeError
+
+    return OurConsole(soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_json(value: object) -> None:
@@ -293,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
-        sys.stdout.flush()
+        print(end="", flush=True)  # sys.stdout may be closed
         sys.exit(status)
 
 

@@ -29,7 +29,12 @@ def atomic_output(
     """
     destination = Path(destination)
     check_destination(destination, overwrite=overwrite, owns=owns)
-    room = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.absolute().parent))
+    destination = destination.resolve()  # "." has no name
+    try:
+        room = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", dir=destination.parent))
+    except OSError as error:
+        error.filename = str(destination)  # no one knows the temporary name
+        raise
     made, replaced = room / destination.name, room / f"{destination.name}.replaced"
     try:
         yield made
@@ -42,6 +47,10 @@ def atomic_output(
             if replaced.exists():
                 replaced.rename(destination)
             raise
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(destination)  # a failed write does not say where
+        raise
     finally:
         shutil.rmtree(room, ignore_errors=True)
 

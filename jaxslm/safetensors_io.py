@@ -123,3 +123,4 @@ def write_tensors(
                     f"{spec.shape}"
                 )
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            del array  # or it would stay while the next is read

@@ -1,0 +1,54 @@
+"""What every test runs under, and what several of them share.
+
+Warnings are errors (pyproject.toml), JAX runs on the CPU unless JAX_PLATFORMS says otherwise,
+arrays never change rank silently, and hypothesis draws the same examples every time.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import flax
+import hypothesis
+import jax
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+hypothesis.settings.register_profile(
+    "jaxslm", derandomize=True, deadline=None, max_examples=25, database=None
+)
+hypothesis.settings.load_profile("jaxslm")
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """JAX holds 64-bit numbers while the test runs."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(params=["graph", "tree"])
+def nnx_mode(request) -> Iterator[str]:
+    """Runs a test in both of flax.nnx's modes; functions must be traced anew inside it."""
+    before = flax.config.nnx_graph_mode
+    flax.config.update("nnx_graph_mode", request.param == "graph")
+    yield request.param
+    flax.config.update("nnx_graph_mode", before)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Callable[..., Path]:
+    """Paths in the folder ../shared, which is no part of the repository; absent, the test skips."""
+
+    def find(*parts: str) -> Path:
+        path = REPOSITORY.parent.joinpath("shared", *parts)
+        if not path.exists():
+            pytest.skip(f"{'/'.join(('..', 'shared', *parts))} is absent")
+        return path
+
+    return find
