@@ -1,6 +1,6 @@
 """The JAX half of the parity check."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from convert.casting import float_dtype
+from convert.rules import Leaf, disassemble
 from convert.transform import torch_arrays
 from jaxslm.models import Config, Ripple
 from jaxslm.rope import RopeTables
@@ -78,7 +79,9 @@ class JaxSide:
         arrays = {name: np.asarray(value) for name, value in to_arrays(self.model).items()}
         return torch_arrays(self.config, arrays)
 
-    def adamw_update(self, settings: Mapping[str, Any], length: int) -> dict[str, np.ndarray]:
+    def adamw_update(
+        self, settings: Mapping[str, Any], length: int, group: Sequence[Leaf]
+    ) -> dict[str, np.ndarray]:
         """What one step of optax.adamw from the last gradients adds, in float64, by torch key.
 
         The parameters that torch freezes at this sequence length are left as they are.
@@ -90,20 +93,26 @@ class JaxSide:
         frozen = self.config.frozen_parameters(length)
 
         @jax.jit
-        def step(before, gradients):
+        def step(before: dict[str, Any], gradients: dict[str, Any]) -> dict[str, Any]:
+            update: Any
             update, _ = optimizer.update(gradients, optimizer.init(before), before)
             return {
                 name: value if name in frozen else optax.apply_updates(value, update[name])
                 for name, value in before.items()
             }
 
-        before = to_arrays(self.model)
-        after = step(before, to_arrays(self._gradient))
-        moved = {
-            name: np.asarray(after[name], np.float64) - np.asarray(before[name], np.float64)
-            for name in before
+        parameters, gradients = to_arrays(self.model), to_arrays(self._gradient)
+        before = {leaf.path: parameters[leaf.path] for leaf in group}
+        after = step(before, {name: gradients[name] for name in before})
+        return {
+            key: update
+            for leaf in group
+            for key, update in disassemble(
+                leaf,
+                np.asarray(after[leaf.path], np.float64)
+                - np.asarray(before[leaf.path], np.float64),
+            )
         }
-        return torch_arrays(self.config, moved)
 
     def _loss(self, model, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
         logits_BTV = model.activations(tokens_BT, **self._options)["logits"]

@@ -21,11 +21,15 @@ from convert.diagnosis import likely_cause
 from convert.jax_side import JaxSide
 from convert.rungs import (
     NORM_INPUTS,
+    Half,
     Inputs,
+    Side,
+    batch_size,
     compare_sides,
     heatmaps,
     measure,
     rope_rows,
+    update_rows,
     weight_rows,
 )
 from convert.subject import Subject
@@ -34,8 +38,8 @@ from jaxslm.models import Config, LumenConfig, RippleConfig, model_name
 
 GREEDY_TOKENS = 20
 PROMPT_TOKENS = 8
-FORWARD_BUDGET = 2e12  # float64 operations that one forward or backward pass may take
-BATCH = 2
+FORWARD_BUDGET = 2e12  # float64 operations that one forward pass may take
+GRADIENT_BUDGET = 5e11  # and one backward pass, which also holds every layer's activations
 NORM_ROWS = 64
 
 
@@ -81,25 +85,28 @@ def check(
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         progress("torch, float64")
         side = TorchSide(build, config, state, "float64", longest)
-        truth = measure(side, inputs)
+        truth = _half(side, inputs)
         tables = _torch_tables(side, config)
-        del side
-        progress("JAX, float64")
-        options = {} if tables is None else {"rope": tables}
-        ours = jax_side(config, subject.arrays, "float64", **options)
-        own_tables = ours.rope_tables()
-        if tables is not None and own_tables is not None:
-            rows += rope_rows(own_tables, tables)
-        rows += compare_sides(config, "float64", measure(ours, inputs), truth, None)
-        del ours
         drawn: dict[str, dict[str, list[list[float]]]] = {}
-        for dtype in dtypes:
-            progress(f"torch, {dtype}")
-            same = measure(TorchSide(build, config, state, dtype, longest), inputs)
+        for dtype in ("float64", *dtypes):
+            same = None
+            if dtype != "float64":
+                progress(f"torch, {dtype}")
+                same = _half(TorchSide(build, config, state, dtype, longest), inputs)
             progress(f"JAX, {dtype}")
-            mine = measure(jax_side(config, subject.arrays, dtype), inputs)
-            rows += compare_sides(config, dtype, mine, truth, same)
-            drawn = drawn or heatmaps(mine, truth)
+            handed = {"rope": tables} if dtype == "float64" and tables is not None else {}
+            mine = jax_side(config, subject.arrays, dtype, **handed)
+            own_tables = mine.rope_tables()
+            if dtype == "float64" and tables is not None and own_tables is not None:
+                rows += rope_rows(own_tables, tables)
+            ours = _half(mine, inputs)
+            rows += compare_sides(
+                config, dtype, ours.measured, truth.measured, same and same.measured
+            )
+            rows += update_rows(config, dtype, inputs, ours, truth, same)
+            if dtype != "float64":
+                drawn = drawn or heatmaps(ours.measured, truth.measured)
+            del mine, ours, same  # a half of a large model takes gigabytes
     report = ParityReport(
         source=subject.source,
         against=name,
@@ -114,6 +121,10 @@ def check(
         seconds=time.monotonic() - start,
     )
     return replace(report, cause=likely_cause(report))
+
+
+def _half(side: Side, inputs: Inputs) -> Half:
+    return Half(side, measure(side, inputs))
 
 
 def choose_inputs(
@@ -147,7 +158,7 @@ def choose_inputs(
         raise ValueError(f"lengths must be from 1 {end}, got {list(lengths)}")
     rng = np.random.default_rng(seed)
     if tokens is None:
-        tokens_BT = rng.integers(0, config.vocab_size, (BATCH, longest + 1))
+        tokens_BT = rng.integers(0, config.vocab_size, (batch_size(longest), longest + 1))
     else:
         if len(tokens) < longest + 1:
             raise ValueError(f"{longest + 1} tokens are needed, the file has {len(tokens)}")
@@ -156,14 +167,13 @@ def choose_inputs(
                 f"tokens reach from {tokens.min()} to {tokens.max()}, but the vocabulary has "
                 f"{config.vocab_size}: were they made with another tokenizer?"
             )
-        rows = min(BATCH, len(tokens) // (longest + 1))
+        rows = min(batch_size(longest), len(tokens) // (longest + 1))
         tokens_BT = tokens[: rows * (longest + 1)].reshape(rows, longest + 1)
-    affordable = max(2, int(FORWARD_BUDGET / (6 * parameters * len(tokens_BT))))
-    within = [length for length in lengths if length <= affordable] or [min(lengths)]
+    affordable = max(2, int(GRADIENT_BUDGET / (6 * parameters)))
+    gradient_lengths = {min(longest, affordable)}
     window = getattr(config, "attention_window", None)
-    gradient_lengths = {max(within)}
     if window:  # where the decay has a gradient and where it has none
-        gradient_lengths |= {max([n for n in within if n <= window] or [max(within)])}
+        gradient_lengths |= {min(longest, affordable, window)}
     width = config.head_width * (
         config.num_heads if isinstance(config, LumenConfig) else config.n_head
     )

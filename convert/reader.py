@@ -69,8 +69,8 @@ class Reader:
         if self._nonfinite and not allow_nonfinite:
             raise ValueError(
                 f"{self.source.checkpoint.path}: NaN or infinite numbers in "
-                f"{', '.join(sorted(self._nonfinite))}: the run that made it diverged, or the file is "
-                "damaged; pass --allow-nonfinite to convert it all the same"
+                f"{', '.join(sorted(self._nonfinite))}: the run that made it diverged, or the file "
+                "is damaged; pass --allow-nonfinite to convert it all the same"
             )
         return dict(self._digests)
 

@@ -1,8 +1,9 @@
 """The rungs of the parity ladder: what both halves are asked, and how their answers compare."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from convert.compare import (
     obstacle,
 )
 from convert.reader import sha256
-from convert.rules import leaves
+from convert.rules import Leaf, leaves
 from convert.subject import Subject, identical
 from convert.tables import TABLES
 from convert.transform import torch_arrays
@@ -29,7 +30,8 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 NORM_INPUTS = ((0.0, 1.0), (0.0, 1e-3), (1e4, 1.0), (-3e4, 1e2))
 # A gradient this far below the model's largest is rounding noise (a key bias has none at all).
 NOISE = 1e-4
-SHORT = 256  # tokens; longer sequences come one at a time
+TOKENS, MOST_SEQUENCES = 256, 16  # in a forward pass; one sequence may have more tokens
+GROUP = 2**23  # numbers in the parameters that take an AdamW step together
 HEATMAP_ROWS, HEATMAP_COLUMNS, HEATMAPS = 32, 64, 4
 
 Gradients = Mapping[str, np.ndarray | None]
@@ -40,7 +42,7 @@ class Inputs:
     """What both halves are given.
 
     Attributes:
-        tokens_BT: int64 tokens, one more than the longest length; shorter ones are its prefixes.
+        tokens_BT: int64 tokens, one more than the longest length; shorter sequences are cut of it.
         lengths: of the forward passes.
         gradient_lengths: of the backward passes.
         norm_input: float64 [NORM_INPUTS, rows, D] for the norm rung.
@@ -55,14 +57,29 @@ class Inputs:
     prompt: int
     decoded: int
 
+    def lengths_in(self, dtype: str) -> tuple[int, ...]:
+        """All in float64; the two ends elsewhere, where only precision is in doubt."""
+        every = self.lengths
+        return every if dtype == "float64" else tuple(sorted({every[0], every[-1]}))
+
     def tokens(self, length: int, start: int = 0) -> np.ndarray:
-        """The first tokens [B, length] from `start` on; one row where they are many."""
-        rows = len(self.tokens_BT) if length <= SHORT else 1
-        return self.tokens_BT[:rows, start : start + length]
+        """Sequences [B, length], each from its token `start` on; a long one comes alone."""
+        flat = self.tokens_BT.reshape(-1)
+        batch = min(batch_size(length), flat.size // (length + 1))
+        sequences = flat[: batch * (length + 1)].reshape(batch, length + 1)
+        # Contiguous, because originals take views of their targets.
+        return np.ascontiguousarray(sequences[:, start : start + length])
+
+
+def batch_size(length: int) -> int:
+    """How many sequences make enough numbers that no error hangs on few."""
+    return min(max(1, TOKENS // length), MOST_SEQUENCES)
 
 
 class Side(Protocol):
     """Either half: `convert.torch_side.TorchSide` or `convert.jax_side.JaxSide`."""
+
+    dtype: str
 
     def activations(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """Embedding, attention [L, ...], block [L, ...], final_norm and logits."""
@@ -86,7 +103,9 @@ class Side(Protocol):
         """Every parameter by torch key, tied ones once."""
         ...
 
-    def adamw_update(self, settings: Mapping[str, Any], length: int) -> dict[str, np.ndarray]:
+    def adamw_update(
+        self, settings: Mapping[str, Any], length: int, group: Sequence[Leaf]
+    ) -> dict[str, np.ndarray]:
         """What one AdamW step from the last gradients adds, in float64, by torch key."""
         ...
 
@@ -99,35 +118,23 @@ class Measured:
     activations: dict[int, dict[str, np.ndarray]]
     loss: dict[int, np.ndarray]
     gradients: dict[int, Gradients]
-    updates: dict[int, dict[str, np.ndarray]]
-    update_errors: dict[int, dict[str, float]]  # against the formula, from this half's gradients
-    sizes: dict[str, float]  # root mean square of each parameter
     greedy: np.ndarray  # [decoded] tokens
     greedy_logits: np.ndarray  # [decoded, V]
 
 
 def measure(side: Side, inputs: Inputs) -> Measured:
     """Asks one half everything."""
-    loss, gradients, updates, errors = {}, {}, {}, {}
-    parameters = side.parameters()
+    loss, gradients = {}, {}
     for length in inputs.gradient_lengths:
         loss[length], gradients[length] = side.loss_and_gradients(
             inputs.tokens(length), inputs.tokens(length, 1)
         )
-        updates[length] = side.adamw_update(ADAMW, length)
-        errors[length] = {
-            key: distance(update, _first_step(gradients[length][key], parameters[key]))
-            for key, update in updates[length].items()
-        }
     greedy, greedy_logits = _decode(side, inputs)
     return Measured(
         norm=side.final_norm(inputs.norm_input),
-        activations={n: side.activations(inputs.tokens(n)) for n in inputs.lengths},
+        activations={n: side.activations(inputs.tokens(n)) for n in inputs.lengths_in(side.dtype)},
         loss=loss,
         gradients=gradients,
-        updates=updates,
-        update_errors=errors,
-        sizes={key: _rms(parameter) for key, parameter in parameters.items()},
         greedy=greedy,
         greedy_logits=greedy_logits,
     )
@@ -199,7 +206,7 @@ def compare_sides(
                 note=f"inputs of mean {mean:g} and spread {spread:g}")
         for kind, (mean, spread) in enumerate(NORM_INPUTS)
     ]  # fmt: skip
-    for length in truth.activations:
+    for length in ours.activations:
         rows += _activation_rows(
             dtype, length, ours.activations[length], truth.activations[length],
             pick(lambda m, n=length: m.activations[n]),
@@ -213,7 +220,6 @@ def compare_sides(
             config, dtype, length, ours.gradients[length], truth.gradients[length],
             pick(lambda m, n=length: m.gradients[n]),
         )  # fmt: skip
-        rows += _update_rows(dtype, length, ours, truth, same)
     return [*rows, _greedy_row(dtype, ours, truth, same)]
 
 
@@ -261,7 +267,7 @@ def _gradient_rows(
     """
     rows = []
     known = {key: gradient for key, gradient in truth.items() if gradient is not None}
-    largest = max(float(np.abs(gradient).max()) for gradient in known.values())
+    largest = max(_largest(gradient) for gradient in known.values())
     for key in sorted(truth.keys() - known.keys()):
         leaked = float(np.abs(_present(ours, key)).max())
         rows.append(
@@ -300,49 +306,108 @@ def _present(gradients: Gradients, key: str) -> np.ndarray:
     return gradient
 
 
-def _update_rows(
-    dtype: str, length: int, ours: Measured, truth: Measured, same: Measured | None
+class Half(NamedTuple):
+    """A side and what it measured."""
+
+    side: Side
+    measured: Measured
+
+
+def update_rows(
+    config: Config, dtype: str, inputs: Inputs, ours: Half, truth: Half, same: Half | None
 ) -> list[Row]:
-    """Direction and size of one AdamW step, which is near the gradient's sign times the rate."""
+    """Direction and size of one AdamW step, which is near the gradient's sign times the rate.
+
+    Some parameters at a time: whole sets of updates would not fit beside the sides.
+    """
     rows = []
-    gradients = truth.gradients[length]
-    largest = max(float(np.abs(g).max()) for g in gradients.values() if g is not None)
-    for key, theirs in truth.updates[length].items():
-        mine = ours.updates[length][key]
-        gradient = gradients[key]
-        direction, size = _direction_and_size(mine, theirs)
-        if same is None:
-            error, torch_error = distance(mine, theirs), None
-        else:
-            # Each against the formula on its own gradients: where those are near zero the step
-            # turns their last bits into full size, and they have a rung of their own.
-            error, torch_error = ours.update_errors[length][key], same.update_errors[length][key]
-        if gradient is None:
-            error = measure = float(np.abs(mine).max())
-            limit, note = 0.0, "torch freezes this tensor"
-        elif torch_error is None and float(np.abs(gradient).max()) < FLOAT64_LIMIT * largest:
-            # A gradient of rounding noise: the step from it may have any direction. Nothing that
-            # comes out depends on such a parameter, so that it must be compared itself.
-            size = abs(ours.sizes[key] - truth.sizes[key]) / max(truth.sizes[key], 1e-300)
-            measure, limit = max(size, ours.update_errors[length][key]), FLOAT64_LIMIT
-            note = (
-                f"no gradient but rounding noise: held against the formula, size off by {size:.1e}"
-            )
-        elif torch_error is None:
-            measure, limit = max(direction, size), FLOAT64_LIMIT
-            note = f"1 - cosine {direction:.1e}, size off by {size:.1e}"
-        else:
-            # The step is seen as a difference of parameters, which are rounded after it.
-            rounding = max(1.0, truth.sizes[key] / max(_rms(theirs), 1e-300))
-            measure = error / max(torch_error, EPSILON[dtype] * rounding)
-            measure = measure if np.isfinite(torch_error) else np.inf
-            limit, note = MULTIPLE_LIMIT, f"1 - cosine {direction:.1e}, size off by {size:.1e}"
-        rows.append(
-            Row(rung="adamw step", tensor=key, dtype=dtype, length=length, error=error,
-                torch_error=torch_error, measure=measure, limit=limit, passed=measure <= limit,
-                note=note)
-        )  # fmt: skip
+    halves = [half for half in (ours, truth, same) if half is not None]
+    parameters = [half.side.parameters() for half in halves]
+    for length in inputs.gradient_lengths:
+        if len(inputs.gradient_lengths) > 1:  # else the sides hold the gradients of just this one
+            for half in halves:
+                half.side.loss_and_gradients(inputs.tokens(length), inputs.tokens(length, 1))
+        gradients = [half.measured.gradients[length] for half in halves]
+        for group in _groups(leaves(TABLES[model_name(config)], config)):
+            updates = [half.side.adamw_update(ADAMW, length, group) for half in halves]
+            for key in updates[1]:
+                steps = [
+                    _Step(update[key], gradient[key], parameter[key])
+                    for update, gradient, parameter in zip(
+                        updates, gradients, parameters, strict=True
+                    )
+                ]
+                rows.append(_update_row(key, dtype, length, gradients[1], steps))
     return rows
+
+
+def _groups(every: list[Leaf]) -> Iterator[list[Leaf]]:
+    """Parameters in groups of up to GROUP numbers, so that small models take one step."""
+    group: list[Leaf] = []
+    for leaf in every:
+        size = sum(math.prod(other.shape) for other in [*group, leaf])
+        if group and size > GROUP:
+            yield group
+            group = []
+        group.append(leaf)
+    yield group
+
+
+class _Step(NamedTuple):
+    """One half's update of a tensor, and what it was made of."""
+
+    update: np.ndarray
+    gradient: np.ndarray | None
+    parameter: np.ndarray
+
+    @property
+    def size(self) -> float:
+        """Root mean square of the parameter."""
+        return _rms(self.parameter)
+
+    @property
+    def error(self) -> float:
+        """Distance to the formula on this half's own gradient."""
+        return distance(self.update, _first_step(self.gradient, self.parameter))
+
+
+def _update_row(key: str, dtype: str, length: int, gradients: Gradients, steps: list[_Step]) -> Row:
+    """One tensor; `steps` are ours, torch's in float64 and, in other dtypes, torch's in that."""
+    mine, theirs, gradient = steps[0].update, steps[1].update, gradients[key]
+    direction, size = _direction_and_size(mine, theirs)
+    if len(steps) == 2:
+        error, torch_error = distance(mine, theirs), None
+    else:
+        # Each against the formula on its own gradients: where those are near zero the step
+        # turns their last bits into full size, and they have a rung of their own.
+        error, torch_error = steps[0].error, steps[2].error
+    if gradient is None:
+        error = measure = float(np.abs(mine).max())
+        limit, note = 0.0, "torch freezes this tensor"
+    elif torch_error is None and _largest(gradient) < FLOAT64_LIMIT * max(
+        _largest(other) for other in gradients.values()
+    ):
+        # A gradient of rounding noise: the step from it may have any direction. Nothing that
+        # comes out depends on such a parameter, so that it must be compared itself.
+        size = abs(steps[0].size - steps[1].size) / max(steps[1].size, 1e-300)
+        measure, limit = max(size, steps[0].error), FLOAT64_LIMIT
+        note = f"no gradient but rounding noise: held against the formula, size off by {size:.1e}"
+    elif torch_error is None:
+        measure, limit = max(direction, size), FLOAT64_LIMIT
+        note = f"1 - cosine {direction:.1e}, size off by {size:.1e}"
+    else:
+        # The step is seen as a difference of parameters, which are rounded after it.
+        rounding = max(1.0, steps[1].size / max(_rms(theirs), 1e-300))
+        measure = error / max(torch_error, EPSILON[dtype] * rounding)
+        measure = measure if np.isfinite(torch_error) else np.inf
+        limit, note = MULTIPLE_LIMIT, f"1 - cosine {direction:.1e}, size off by {size:.1e}"
+    return Row(rung="adamw step", tensor=key, dtype=dtype, length=length, error=error,
+               torch_error=torch_error, measure=measure, limit=limit, passed=measure <= limit,
+               note=note)  # fmt: skip
+
+
+def _largest(gradient: np.ndarray | None) -> float:
+    return 0.0 if gradient is None else max(float(gradient.max()), -float(gradient.min()))
 
 
 def _rms(x: np.ndarray) -> float:

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from convert.rules import Leaf
 from convert.tables import TABLES
 from convert.torch_io import from_numpy, to_numpy
 from jaxslm.models import Config, model_name
@@ -128,11 +129,16 @@ class TorchSide:
         """Every parameter by torch key, tied ones once."""
         return {key: to_numpy(parameter) for key, parameter in self._parameters()}
 
-    def adamw_update(self, settings: Mapping[str, Any], length: int) -> dict[str, np.ndarray]:
+    def adamw_update(
+        self, settings: Mapping[str, Any], length: int, group: Sequence[Leaf]
+    ) -> dict[str, np.ndarray]:
         """What one step of torch.optim.AdamW from the last gradients adds, in float64."""
         del length  # torch knows by itself what it freezes
+        wanted = {part.key for leaf in group for part in leaf.parts}
         updates = {}
-        for key, parameter in self._parameters():  # one at a time: moments are large
+        for key, parameter in self._parameters():
+            if key not in wanted:
+                continue
             before = parameter.detach().clone()
             torch.optim.AdamW([parameter], **settings).step()
             with torch.no_grad():

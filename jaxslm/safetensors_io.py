@@ -71,18 +71,13 @@ def map_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         raise ValueError(
             f"{path} holds tensors of dtype {', '.join(unknown)}, which is unsupported"
         )
-    data = np.memmap(path, np.uint8, "r", offset=8 + size) if _has_data(path, size) else b""
+    data = np.memmap(path, np.uint8, "r", offset=8 + size)
     tensors = {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
         raw = np.frombuffer(data[begin:end], np.uint8)
         tensors[name] = raw.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return tensors, metadata
-
-
-def _has_data(path: Path, header_size: int) -> bool:
-    """Whether anything follows the header (an empty range cannot be mapped)."""
-    return path.stat().st_size > 8 + header_size
 
 
 def write_tensors(

@@ -52,3 +52,37 @@ def shared() -> Callable[..., Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a jaxslm command in this process; (exit status, stdout, stderr)."""
+    from jaxslm.cli import main
+
+    def command(*arguments) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return caught.value.code, out, err
+
+    return command
+
+
+@pytest.fixture
+def refused(run):
+    """Runs a jaxslm command that must fail in these words on stderr, and change nothing."""
+    from tests.convert.checkpoints import tree
+
+    def command(folder, words, *arguments, status=2) -> str:
+        before = tree(folder)
+        code, out, err = run(*arguments)
+        assert (code, out) == (status, ""), err
+        assert words in " ".join(err.split()), err
+        assert err.startswith("jaxslm: ")
+        assert "Traceback" not in err
+        assert all(line.isprintable() for line in err.replace("\t", "").splitlines())
+        assert tree(folder) == before
+        return err
+
+    return command

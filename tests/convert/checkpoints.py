@@ -94,6 +94,12 @@ def save(obj: object, path: Path, *, zipped: bool = True) -> Path:
     return path
 
 
+def gpt_file(path: Path, state: State | None = None, **fields: Any) -> Path:
+    """A GPT in a torch file with its config, of which some fields may be changed."""
+    state = state_of("gpt") if state is None else state
+    return save({"model": state, "model_args": said("gpt", **fields)}, path)
+
+
 def save_shards(folder: Path, state: State, config: dict[str, Any] | None) -> Path:
     """Two safetensors shards with index, and config.json if there is a config."""
     folder.mkdir()

@@ -421,16 +421,16 @@ def summed(right):
 
 
 class LargeEpsilon(JaxSide):
-    def adamw_update(self, settings, length):
-        return super().adamw_update({**settings, "eps": 1e-6}, length)
+    def adamw_update(self, settings, length, group):
+        return super().adamw_update({**settings, "eps": 1e-6}, length, group)
 
 
 class FrozenDecays(JaxSide):
     """The optimizer does not know which parameters torch leaves alone."""
 
-    def adamw_update(self, settings, length):
+    def adamw_update(self, settings, length, group):
         config, self.config = self.config, replace(self.config, decay_gradient="always")
-        update = super().adamw_update(settings, length)
+        update = super().adamw_update(settings, length, group)
         self.config = config
         return update
 

@@ -29,6 +29,7 @@ from tests.convert.checkpoints import (
     CONTAINERS,
     TIES,
     config_of,
+    gpt_file,
     raw,
     said,
     save,
@@ -40,11 +41,6 @@ from tests.golden.make_golden import build_original, load_originals
 
 MODELS = ["lumen", "gpt", "ripple"]
 BACK = ["back.pt", "back.pth", "back.bin", "back.safetensors", "back"]
-
-
-def gpt_file(path, state=None, **fields):
-    state = state_of("gpt", **fields) if state is None else state
-    return save({"model": state, "model_args": said("gpt", **fields)}, path)
 
 
 def load_torch(path: Path) -> dict[str, torch.Tensor]:

@@ -319,6 +319,46 @@ def test_other_models_are_named(key, words):
         table_for({key: (4, 4)})
 
 
+GPT2_BLOCK = [
+    "ln_1.weight", "ln_1.bias", "attn.bias", "attn.masked_bias", "attn.c_attn.weight",
+    "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias", "ln_2.weight", "ln_2.bias",
+    "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias",
+]  # fmt: skip
+LLAMA_BLOCK = [
+    "input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight", "self_attn.o_proj.weight", "post_attention_layernorm.weight",
+    "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            [f"transformer.{key}" for key in ("wte.weight", "wpe.weight", "ln_f.weight")]
+            + [f"transformer.h.{layer}.{key}" for layer in range(12) for key in GPT2_BLOCK],
+            "GPT-2",
+        ),
+        (
+            ["embed_tokens.weight", "norm.weight", "lm_head.weight"]
+            + [f"layers.{layer}.{key}" for layer in range(12) for key in LLAMA_BLOCK],
+            "a Llama-style Hugging Face model",
+        ),
+    ],
+)
+def test_models_that_share_most_of_their_names_with_ours_are_told_apart(keys, words):
+    with pytest.raises(ValueError, match=f"it looks like {words}"):
+        table_for(dict.fromkeys(keys, (4, 4)))
+
+
+def test_our_own_model_with_strange_keys_besides_stays_ours():
+    shapes = shapes_of("gpt") | {"transformer.h.0.attn.c_attn.weight": (48, 16)}
+    assert table_for(shapes).model == "gpt"
+    assert faults_of("gpt", shapes) == ["unexpected  transformer.h.0.attn.c_attn.weight  [48, 16]"]
+    del shapes["transformer.wte.weight"]  # its alias is there
+    assert table_for(shapes).model == "gpt"
+
+
 def test_no_tensors_are_no_model():
     with pytest.raises(ValueError, match=r"it looks like something else \(0 tensors: no tensors"):
         table_for({})

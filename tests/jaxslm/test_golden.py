@@ -6,6 +6,7 @@ and the files do not hold them. So these two agree to 1e-6 only; the parity chec
 torch's tables in, holds them to 1e-10.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import jax
@@ -31,11 +32,13 @@ def golden(request):
 @pytest.fixture
 def model(golden, x64):
     config = replace(MODELS[golden.model][0](**golden.config), dtype="float64")
-    parameters = leaves(TABLES[golden.model], config)
     read = golden.weights.__getitem__
-    return from_arrays(
-        config, {leaf.path: assemble(leaf, read, np.dtype(np.float64)) for leaf in parameters}
-    )
+    with ThreadPoolExecutor(1) as pool:
+        arrays = {
+            leaf.path: assemble(leaf, read, np.dtype(np.float64), pool=pool)
+            for leaf in leaves(TABLES[golden.model], config)
+        }
+    return from_arrays(config, arrays)
 
 
 def assert_near(found, expected: np.ndarray, limit: float, name: str) -> None:

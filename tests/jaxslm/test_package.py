@@ -13,7 +13,7 @@ from tests.conftest import REPOSITORY
 from tests.jaxslm.support import random_model
 
 SOURCES = sorted((REPOSITORY / "jaxslm").rglob("*.py"))
-# Rooms of the package in the order in which one may import those before it.
+# What the models stand on: these import nothing of ours but each other.
 LEAVES = {"layers", "rope", "attention", "files", "safetensors_io"}
 
 
