@@ -83,6 +83,7 @@ def torch_to_folder(
         ValueError: as `convert.to_jax`.
         OSError: a file cannot be read or written, or the destination exists.
     """
+    _keep_source(source, destination)
     check_destination(destination, overwrite=overwrite, owns=OWNED_FILES)
     opened = open_torch(source, overrides=overrides, preset=preset, cast=dtype is not None)
     figures = None if check is None else check(opened)
@@ -162,6 +163,7 @@ def folder_to_torch(
         )
     if shard_size is not None and suffix:
         raise ValueError("--shard-size is for a folder: name the output without a suffix")
+    _keep_source(source, destination)
     check_destination(destination, overwrite=overwrite, owns=TORCH_FOLDER_FILES)
     config, arrays = map_folder(source)
     state = torch_arrays(config, arrays)
@@ -201,6 +203,13 @@ def folder_to_torch(
         identical=None if before is None else sum(before.get(k) == v for k, v in after.items()),
         notes=(),
     )
+
+
+def _keep_source(source: Path, destination: Path) -> None:
+    """Refuses an output that would replace what it is made from."""
+    where, to = source.resolve(), destination.resolve()
+    if where == to or to in where.parents:
+        raise ValueError(f"{destination} holds the source {source}: name another output")
 
 
 def _write_shards(

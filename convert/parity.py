@@ -6,6 +6,7 @@ at "highest" matmul precision. RoPE tables, float32 in the originals too, are a 
 the float64 rungs use torch's, so that the last bit of a cosine hides nothing.
 """
 
+import gc
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -106,7 +107,8 @@ def check(
             rows += update_rows(config, dtype, inputs, ours, truth, same)
             if dtype != "float64":
                 drawn = drawn or heatmaps(ours.measured, truth.measured)
-            del mine, ours, same  # a half of a large model takes gigabytes
+            del mine, ours, same
+            gc.collect()  # compiled functions and their side hold each other, and gigabytes
     report = ParityReport(
         source=subject.source,
         against=name,

@@ -115,6 +115,11 @@ def test_zeros_are_near_zeros_alone(measure):
     assert measure(zeros + np.array([0.0, 1e-300, 0.0]), zeros) == math.inf
 
 
+def test_distance_of_numbers_whose_squares_vanish():
+    tiny = np.array([3e-300, 0.0, 4e-300])
+    assert distance(tiny, np.zeros(3), 1e-300) == pytest.approx(5 / math.sqrt(3))
+
+
 @pytest.mark.parametrize("measure", [difference, distance])
 def test_integers_and_narrow_floats_are_compared_in_float64(measure):
     assert measure(np.float32([1.0, 3.0]), np.array([1.0, 3.0])) == 0.0
@@ -142,6 +147,10 @@ def test_other_dtypes_pass_up_to_a_multiple_of_torchs_error(dtype):
     assert not beyond.passed
     assert at.measure == pytest.approx(MULTIPLE_LIMIT)
     assert at.torch_error == pytest.approx(0.01)
+    truth = np.ones(2)  # powers of two, whose quotient is just the limit
+    exactly = compare("norm", dtype, truth + 2.0**-4, truth, truth + 2.0**-6)
+    assert exactly.measure == MULTIPLE_LIMIT
+    assert exactly.passed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -410,6 +410,21 @@ def test_overwrite_replaces_the_whole_output(made):
     assert sorted(path.name for path in made.iterdir()) == names
 
 
+def test_output_never_replaces_its_own_source(tmp_path):
+    folder = tmp_path / "weights"
+    CONTAINERS["safetensors"](folder, "gpt", state_of("gpt"))
+    torch_to_folder(folder, tmp_path / "out")
+    (tmp_path / "link").symlink_to(folder)
+    before = tree(tmp_path)
+    inside = next(path for path in folder.rglob("*.safetensors"))
+    for source in (folder, tmp_path / "link", inside):
+        with pytest.raises(ValueError, match="holds the source"):
+            torch_to_folder(source, folder, overwrite=True)
+    with pytest.raises(ValueError, match="holds the source"):
+        folder_to_torch(tmp_path / "out", tmp_path / "out", overwrite=True)
+    assert tree(tmp_path) == before
+
+
 def test_failed_overwrite_keeps_the_earlier_output(made):
     state = state_of("gpt")
     state["transformer.ln_f.bias"][0] = torch.nan
