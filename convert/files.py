@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from convert.casting import cast, float_dtype
+from convert.parity.subject import recorded_digests
 from convert.reader import Reader, sha256
 from convert.resolve import CHOICES
 from convert.source import TorchSource, open_torch
-from convert.subject import recorded_digests
 from convert.transform import torch_arrays, with_aliases
 from convert.transpose import contiguous
 from jaxslm.files import atomic_output, check_destination

@@ -8,12 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from convert.containers import Checkpoint
-from convert.lazy_tensor import LazyTensor, printable
+from convert.checkpoint.containers import Checkpoint
+from convert.checkpoint.lazy_tensor import LazyTensor, printable
+from convert.parity.subject import recorded_digests
 from convert.resolve import Resolved
 from convert.rules import Table, faults, is_ignored
 from convert.source import identify
-from convert.subject import recorded_digests
 from jaxslm.models import model_name
 from jaxslm.weights import is_model_folder, map_folder
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
-from convert.lazy_tensor import printable
+from convert.checkpoint.lazy_tensor import printable
 from convert.rules import Table, faults
 from jaxslm.models import MODELS, Config
 

@@ -17,7 +17,7 @@ import einops
 import numpy as np
 
 from convert.casting import FLOATS
-from convert.lazy_tensor import printable
+from convert.checkpoint.lazy_tensor import printable
 from convert.transpose import copy_into
 from jaxslm.models import Config
 

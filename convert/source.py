@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from convert.containers import Checkpoint, open_checkpoint
-from convert.lazy_tensor import LazyTensor
+from convert.checkpoint.containers import Checkpoint, open_checkpoint
+from convert.checkpoint.lazy_tensor import LazyTensor
 from convert.resolve import Resolved, resolve
 from convert.rules import Leaf, Table, faults, leaves
 from convert.tables import table_for
@@ -64,7 +64,7 @@ def open_torch(
     """Opens a torch checkpoint and checks all that can be checked before its numbers are used.
 
     Args:
-        path: any container that `convert.containers` reads.
+        path: any container that `convert.checkpoint.containers` reads.
         overrides: "field=value" for config fields that the file does not give.
         preset: name of a config of the original.
         cast: the caller casts, so that dtypes may be mixed within a stacked parameter.

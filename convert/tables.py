@@ -3,8 +3,8 @@
 import re
 from collections.abc import Mapping
 
+from convert.checkpoint.lazy_tensor import printable
 from convert.gpt import TABLE as GPT
-from convert.lazy_tensor import printable
 from convert.lumen import TABLE as LUMEN
 from convert.ripple import TABLE as RIPPLE
 from convert.rules import Table

@@ -164,8 +164,8 @@ def check(
         json: write the whole report as JSON.
         report: write it as one self-contained HTML page, with figures.
     """
-    from convert.report import print_report, write_json
-    from convert.subject import load_subject
+    from convert.parity.report import print_report, write_json
+    from convert.parity.subject import load_subject
     from jaxslm.files import check_destination
 
     for output in (json, report):
@@ -181,7 +181,7 @@ def check(
     if json is not None:
         write_json(result, json)
     if report is not None:
-        from convert.report_html import write_html
+        from convert.parity.report_html import write_html
 
         write_html(result, report)
     return 0 if result.passed else FAILED
@@ -193,8 +193,8 @@ class ParityFailed(Exception):
 
 def _check_before(source) -> dict[str, object]:
     """Checks an open torch checkpoint for `convert --check`."""
-    from convert.report import figures, print_report
-    from convert.subject import subject_of
+    from convert.parity.report import figures, print_report
+    from convert.parity.subject import subject_of
 
     result = _run_check(subject_of(source))
     print_report(result, _console())
@@ -207,7 +207,7 @@ def _run_check(subject, **options):
     """The check with a line of progress on the terminal."""
     from rich.console import Console
 
-    from convert.parity import check
+    from convert.parity.ladder import check
 
     with Console(stderr=True).status("checking") as status:
         return check(subject, progress=lambda words: status.update(f"checking: {words}"), **options)

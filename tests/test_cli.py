@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from convert import counterparts
-from convert.containers import open_checkpoint
+from convert.checkpoint.containers import open_checkpoint
 from jaxslm import LumenConfig
 from jaxslm.weights import map_folder
 from tests.convert.checkpoints import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convert.containers import open_checkpoint
+from convert.checkpoint.containers import open_checkpoint
 from jaxslm import GPTConfig
 from jaxslm.cli import main
 from jaxslm.weights import map_folder

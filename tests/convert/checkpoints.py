@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from convert.checkpoint.lazy_tensor import LazyTensor
 from convert.counterparts import build
-from convert.lazy_tensor import LazyTensor
 from convert.resolve import CHOICES
 from convert.torch_io import to_numpy
 from jaxslm.models import MODELS, Config

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 import pytest
 
-from convert.jax_side import JaxSide
+from convert.parity.jax_side import JaxSide
+from convert.parity.subject import Subject
 from convert.rules import Rule
-from convert.subject import Subject
 from convert.tables import TABLES
 from jaxslm import layers
 from jaxslm.models import ripple

@@ -14,8 +14,8 @@ import torch
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from convert.counterparts import build
+from convert.parity.subject import Subject
 from convert.rules import assemble, leaves
-from convert.subject import Subject
 from convert.tables import TABLES
 from jaxslm.models import MODELS, Config, model_name
 from tests.golden.make_golden import randomize

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from convert.compare import (
+from convert.parity.compare import (
     EPSILON,
     FLOAT64_LIMIT,
     MULTIPLE_LIMIT,

@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from convert import torch_zip as torch_zip_module
-from convert.checkpoint_layout import tensors_in
-from convert.containers import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
-from convert.lazy_tensor import DTYPES, Record, SourceFile
+from convert.checkpoint import torch_zip as torch_zip_module
+from convert.checkpoint.containers import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
+from convert.checkpoint.layout import tensors_in
+from convert.checkpoint.lazy_tensor import DTYPES, Record, SourceFile
 from tests.convert.damage import (
     legacy_file,
     sharded,

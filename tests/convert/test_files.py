@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from convert import files as files_module
-from convert.checkpoint_layout import tensors_in
-from convert.containers import open_checkpoint
+from convert.checkpoint.containers import open_checkpoint
+from convert.checkpoint.layout import tensors_in
 from convert.counterparts import build
 from convert.files import folder_to_torch, parse_size, torch_to_folder
 from convert.tables import TABLES
@@ -436,7 +436,9 @@ def test_folder_with_other_files_is_never_replaced(made):
     (made / "out" / "notes.txt").write_text("precious")
     words = r"out holds notes\.txt, which is not output of this command"
     refused(made, words, torch_to_folder, made / "a.pt", made / "out", overwrite=True)
-    refused(made, "out holds", folder_to_torch, made / "out", made / "out", overwrite=True)
+    shutil.copytree(made / "out", made / "model")
+    (made / "model" / "notes.txt").unlink()
+    refused(made, words, folder_to_torch, made / "model", made / "out", overwrite=True)
 
 
 def test_parent_must_exist(made):

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from convert.checkpoint_layout import tensors_in
-from convert.containers import Checkpoint, CheckpointError, UnsafePickleError, open_checkpoint
+from convert.checkpoint.containers import (
+    Checkpoint,
+    CheckpointError,
+    UnsafePickleError,
+    open_checkpoint,
+)
+from convert.checkpoint.layout import tensors_in
 from tests.convert.damage import (
     damaged_files,
     hostile_calls,

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import pytest
 
-from convert import jax_side
-from convert.compare import RUNGS, ParityReport, Row
-from convert.parity import check
+from convert.parity import jax_side
+from convert.parity.compare import RUNGS, ParityReport, Row
+from convert.parity.ladder import check
 from jaxslm import layers
 from jaxslm.attention import reference, windowed
 from jaxslm.models import gpt, lumen, ripple

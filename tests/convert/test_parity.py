@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from convert.compare import RUNGS, ParityReport
-from convert.jax_side import JaxSide
-from convert.parity import check, choose_inputs
-from convert.rungs import weight_rows
-from convert.subject import Subject
+from convert.parity.compare import RUNGS, ParityReport
+from convert.parity.jax_side import JaxSide
+from convert.parity.ladder import check, choose_inputs
+from convert.parity.rungs import weight_rows
+from convert.parity.subject import Subject
 from tests.convert.subjects import config_of, converted, quick_checks, subject_of
 
 VARIANTS = {

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from convert.compare import ParityReport, Row
-from convert.report import figures, print_report, to_json, write_json
-from convert.report_figures import drift, heatmap
-from convert.report_html import page, write_html
-from convert.report_words import rungs
+from convert.parity.compare import ParityReport, Row
+from convert.parity.report import figures, print_report, to_json, write_json
+from convert.parity.report_figures import drift, heatmap
+from convert.parity.report_html import page, write_html
+from convert.parity.report_words import rungs
 
 HOSTILE = "a<script>alert(1)</script>&\"'[red]$x$\x1b[2J\u202e"
 CAUSE = "the query or key projections"

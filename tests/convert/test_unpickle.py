@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from convert import unpickle as unpickle_module
-from convert.lazy_tensor import CheckpointError
-from convert.pickle_values import Global, PickledTensor, StandIn, StorageRef, dict_key
-from convert.unpickle import UnsafePickleError, unpickle
+from convert.checkpoint import unpickle as unpickle_module
+from convert.checkpoint.lazy_tensor import CheckpointError
+from convert.checkpoint.pickle_values import Global, PickledTensor, StandIn, StorageRef, dict_key
+from convert.checkpoint.unpickle import UnsafePickleError, unpickle
 from tests.convert.damage import call, hostile_calls
 
 _STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000"
@@ -308,7 +308,7 @@ def test_stand_in_has_no_deep_recursion() -> None:
 def test_modules_import_neither_torch_nor_jax() -> None:
     program = (
         "import sys, types; package = types.ModuleType('convert'); package.__path__ = ['convert'];"
-        "sys.modules['convert'] = package; import convert.containers;"
+        "sys.modules['convert'] = package; import convert.checkpoint.containers;"
         "sys.exit(sorted({'torch', 'jax'} & sys.modules.keys()) or 0)"
     )
     root = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from convert.compare import RUNGS, ParityReport, Row
+from convert.parity.compare import RUNGS, ParityReport, Row
 
 
 @dataclass(frozen=True, kw_only=True)

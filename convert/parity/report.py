@@ -1,4 +1,4 @@
-"""What a check found, in the terminal and as JSON; the page is `convert.report_html`."""
+"""What a check found, in the terminal and as JSON; the page is `convert.parity.report_html`."""
 
 import json
 import math
@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from convert.compare import FLOAT64_LIMIT, MULTIPLE_LIMIT, ParityReport
-from convert.report_words import (
+from convert.parity.compare import FLOAT64_LIMIT, MULTIPLE_LIMIT, ParityReport
+from convert.parity.report_words import (
     Rung,
     failure,
     low_dtypes,

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from convert.compare import FLOAT64_LIMIT, MULTIPLE_LIMIT, ParityReport
-from convert.report_figures import drift, heatmap
-from convert.report_words import (
+from convert.parity.compare import FLOAT64_LIMIT, MULTIPLE_LIMIT, ParityReport
+from convert.parity.report_figures import drift, heatmap
+from convert.parity.report_words import (
     Rung,
     failure,
     low_dtypes,

@@ -12,9 +12,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from convert.checkpoint_layout import contents_of_pickle, describe, strip_prefixes, tensors_in
-from convert.lazy_tensor import CheckpointError, LazyTensor, Record, SourceFile, printable
-from convert.safetensors_files import (
+from convert.checkpoint.layout import contents_of_pickle, describe, strip_prefixes, tensors_in
+from convert.checkpoint.lazy_tensor import (
+    CheckpointError,
+    LazyTensor,
+    Record,
+    SourceFile,
+    printable,
+)
+from convert.checkpoint.safetensors_files import (
     INDEX_SUFFIX,
     SafetensorsFiles,
     parse_json,
@@ -22,9 +28,9 @@ from convert.safetensors_files import (
     read_safetensors,
     read_sharded_safetensors,
 )
-from convert.torch_legacy import read_torch_legacy
-from convert.torch_zip import TorchFile, read_torch_zip
-from convert.unpickle import UnsafePickleError
+from convert.checkpoint.torch_legacy import read_torch_legacy
+from convert.checkpoint.torch_zip import TorchFile, read_torch_zip
+from convert.checkpoint.unpickle import UnsafePickleError
 
 __all__ = ["Checkpoint", "CheckpointError", "LazyTensor", "UnsafePickleError", "open_checkpoint"]
 

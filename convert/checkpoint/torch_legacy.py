@@ -8,9 +8,9 @@ object, and the list of storage keys. Then come the storages in the order of tha
 import mmap
 import struct
 
-from convert.lazy_tensor import DTYPES, CheckpointError, Record, SourceFile, printable
-from convert.torch_zip import TorchFile
-from convert.unpickle import unpickle
+from convert.checkpoint.lazy_tensor import DTYPES, CheckpointError, Record, SourceFile, printable
+from convert.checkpoint.torch_zip import TorchFile
+from convert.checkpoint.unpickle import unpickle
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 VERSION = 1001

@@ -17,8 +17,8 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from convert.compare import ParityReport, Row
-from convert.report_words import Rung, tokens
+from convert.parity.compare import ParityReport, Row
+from convert.parity.report_words import Rung, tokens
 
 COLOURS = {
     "ink": "#010100",

@@ -17,12 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from convert.compare import ParityReport, order
-from convert.diagnosis import likely_cause
-from convert.jax_side import JaxSide
-from convert.rungs import (
+from convert.parity.compare import ParityReport, order
+from convert.parity.diagnosis import likely_cause
+from convert.parity.jax_side import JaxSide
+from convert.parity.rungs import (
     NORM_INPUTS,
-    Half,
     Inputs,
     Side,
     batch_size,
@@ -30,10 +29,10 @@ from convert.rungs import (
     heatmaps,
     measure,
     rope_rows,
-    update_rows,
     weight_rows,
 )
-from convert.subject import Subject
+from convert.parity.subject import Subject
+from convert.parity.updates import Half, update_rows
 from convert.transform import with_aliases
 from jaxslm.models import Config, LumenConfig, RippleConfig, model_name
 
@@ -71,7 +70,7 @@ def check(
         ValueError: the class cannot be used, or tokens or lengths do not fit the model.
         ImportError: torch is not installed.
     """
-    from convert.torch_side import TorchSide, builder
+    from convert.parity.torch_side import TorchSide, builder
 
     start = time.monotonic()
     config = subject.config

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from convert.lazy_tensor import (
+from convert.checkpoint.lazy_tensor import (
     CheckpointError,
     LazyTensor,
     Record,

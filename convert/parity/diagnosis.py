@@ -1,6 +1,6 @@
 """From the first rung that fails to its likely cause, in words."""
 
-from convert.compare import UNUSABLE, ParityReport, Row
+from convert.parity.compare import UNUSABLE, ParityReport, Row
 
 # Where the first departure is at position 0, a query sees one key: its weight is 1 whatever the
 # scores are, so scores, positions, mask and decay cannot be at fault.

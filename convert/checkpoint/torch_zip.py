@@ -15,9 +15,15 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 
-from convert.lazy_tensor import CheckpointError, LazyTensor, Record, SourceFile, printable
-from convert.pickle_values import PickledTensor
-from convert.unpickle import MAX_BYTES, unpickle
+from convert.checkpoint.lazy_tensor import (
+    CheckpointError,
+    LazyTensor,
+    Record,
+    SourceFile,
+    printable,
+)
+from convert.checkpoint.pickle_values import PickledTensor
+from convert.checkpoint.unpickle import MAX_BYTES, unpickle
 
 MAX_DIRECTORY = 16 * 2**20  # 100,000 storages need about 10 MB
 ENCRYPTED = 0x1 | 0x40

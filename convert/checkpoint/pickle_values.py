@@ -12,7 +12,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 
 import numpy as np
 
-from convert.lazy_tensor import DTYPES, MAX_DIMENSIONS, CheckpointError, printable
+from convert.checkpoint.lazy_tensor import DTYPES, MAX_DIMENSIONS, CheckpointError, printable
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convert.lazy_tensor import CheckpointError, LazyTensor, printable
-from convert.pickle_values import Global, PickledTensor, StandIn
-from convert.torch_zip import TorchFile
+from convert.checkpoint.lazy_tensor import CheckpointError, LazyTensor, printable
+from convert.checkpoint.pickle_values import Global, PickledTensor, StandIn
+from convert.checkpoint.torch_zip import TorchFile
 
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_state")

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from convert.lazy_tensor import CheckpointError, printable
-from convert.pickle_values import (
+from convert.checkpoint.lazy_tensor import CheckpointError, printable
+from convert.checkpoint.pickle_values import (
     HANDLERS,
     STORAGE_DTYPES,
     UNSUPPORTED,
