@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from convert.parity.compare import EPSILON, FLOAT64_LIMIT, MULTIPLE_LIMIT, Row, distance
-from convert.parity.rungs import Gradients, Inputs, Measured, Side, largest_number
+from convert.parity.rungs import Inputs, Measured, Side, largest_number
 from convert.rules import Leaf, leaves
 from convert.tables import TABLES
 from jaxslm.models import Config, model_name
@@ -38,6 +38,7 @@ def update_rows(
             for half in halves:
                 half.side.loss_and_gradients(inputs.tokens(length), inputs.tokens(length, 1))
         gradients = [half.measured.gradients[length] for half in halves]
+        noise = FLOAT64_LIMIT * max(map(largest_number, gradients[1].values()))
         for group in _groups(leaves(TABLES[model_name(config)], config)):
             updates = [half.side.adamw_update(ADAMW, length, group) for half in halves]
             for key in updates[1]:
@@ -47,7 +48,7 @@ def update_rows(
                         updates, gradients, parameters, strict=True
                     )
                 ]
-                rows.append(_update_row(key, dtype, length, gradients[1], steps))
+                rows.append(_update_row(key, dtype, length, noise, steps))
     return rows
 
 
@@ -81,9 +82,9 @@ class _Step(NamedTuple):
         return distance(self.update, _first_step(self.gradient, self.parameter))
 
 
-def _update_row(key: str, dtype: str, length: int, gradients: Gradients, steps: list[_Step]) -> Row:
+def _update_row(key: str, dtype: str, length: int, noise: float, steps: list[_Step]) -> Row:
     """One tensor; `steps` are ours, torch's in float64 and, in other dtypes, torch's in that."""
-    mine, theirs, gradient = steps[0].update, steps[1].update, gradients[key]
+    mine, theirs, gradient = steps[0].update, steps[1].update, steps[1].gradient
     direction, size = _direction_and_size(mine, theirs)
     if len(steps) == 2:
         error, torch_error = distance(mine, theirs), None
@@ -94,9 +95,7 @@ def _update_row(key: str, dtype: str, length: int, gradients: Gradients, steps: 
     if gradient is None:
         error = measure = float(np.abs(mine).max())
         limit, note = 0.0, "torch freezes this tensor"
-    elif torch_error is None and largest_number(gradient) < FLOAT64_LIMIT * max(
-        largest_number(other) for other in gradients.values()
-    ):
+    elif torch_error is None and largest_number(gradient) < noise:
         # A gradient of rounding noise: the step from it may have any direction. Nothing that
         # comes out depends on such a parameter, so that it must be compared itself.
         size = abs(steps[0].size - steps[1].size) / max(steps[1].size, 1e-300)
