@@ -41,6 +41,8 @@ PROMPT_TOKENS = 8
 FORWARD_BUDGET = 2e12  # float64 operations that one forward pass may take
 GRADIENT_BUDGET = 5e11  # and one backward pass, which also holds every layer's activations
 NORM_ROWS = 64
+GRADIENT_SAMPLES = 4  # backward passes behind one float32 verdict on a gradient
+LARGE = 2e7  # parameters from which one has to do; each of a large model's has many numbers
 
 
 def check(
@@ -82,7 +84,11 @@ def check(
     longest = max(*inputs.lengths, inputs.prompt + inputs.decoded - 1)
     rows = weight_rows(subject)
 
-    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+    with (
+        jax.enable_x64(True),
+        jax.default_matmul_precision("highest"),
+        jax.default_device(jax.devices("cpu")[0]),  # torch is there too, and a TPU has no float64
+    ):
         progress("torch, float64")
         side = TorchSide(build, config, state, "float64", longest)
         truth = _half(side, inputs)
@@ -157,9 +163,11 @@ def choose_inputs(
     if not lengths or min(lengths) < 1 or longest > (config.context or longest):
         end = f"to {config.context}" if config.context else "on"
         raise ValueError(f"lengths must be from 1 {end}, got {list(lengths)}")
+    samples = GRADIENT_SAMPLES if parameters < LARGE else 1
     rng = np.random.default_rng(seed)
     if tokens is None:
-        tokens_BT = rng.integers(0, config.vocab_size, (batch_size(longest), longest + 1))
+        rows = max(batch_size(longest), samples)
+        tokens_BT = rng.integers(0, config.vocab_size, (rows, longest + 1))
     else:
         if len(tokens) < longest + 1:
             raise ValueError(f"{longest + 1} tokens are needed, the file has {len(tokens)}")
@@ -168,7 +176,7 @@ def choose_inputs(
                 f"tokens reach from {tokens.min()} to {tokens.max()}, but the vocabulary has "
                 f"{config.vocab_size}: were they made with another tokenizer?"
             )
-        rows = min(batch_size(longest), len(tokens) // (longest + 1))
+        rows = min(max(batch_size(longest), samples), len(tokens) // (longest + 1))
         tokens_BT = tokens[: rows * (longest + 1)].reshape(rows, longest + 1)
     affordable = max(2, int(GRADIENT_BUDGET / (6 * parameters)))
     gradient_lengths = {min(longest, affordable)}
@@ -186,6 +194,7 @@ def choose_inputs(
         tokens_BT=tokens_BT.astype(np.int64),
         lengths=tuple(lengths),
         gradient_lengths=tuple(sorted(gradient_lengths)),
+        gradient_samples=samples,
         norm_input=norm_input.astype(np.float32).astype(np.float64),
         prompt=prompt,
         decoded=min(GREEDY_TOKENS, room - prompt + 1),

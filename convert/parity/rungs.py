@@ -39,6 +39,7 @@ class Inputs:
         tokens_BT: int64 tokens, one more than the longest length; shorter sequences are cut of it.
         lengths: of the forward passes.
         gradient_lengths: of the backward passes.
+        gradient_samples: backward passes over other tokens at each length, at most.
         norm_input: float64 [NORM_INPUTS, rows, D] for the norm rung.
         prompt: number of tokens that greedy decoding starts from.
         decoded: number of greedy tokens.
@@ -47,6 +48,7 @@ class Inputs:
     tokens_BT: np.ndarray
     lengths: tuple[int, ...]
     gradient_lengths: tuple[int, ...]
+    gradient_samples: int
     norm_input: np.ndarray
     prompt: int
     decoded: int
@@ -56,13 +58,20 @@ class Inputs:
         every = self.lengths
         return every if dtype == "float64" else tuple(sorted({every[0], every[-1]}))
 
-    def tokens(self, length: int, start: int = 0) -> np.ndarray:
-        """Sequences [B, length], each from its token `start` on; a long one comes alone."""
+    def tokens(self, length: int) -> np.ndarray:
+        """Sequences [B, length]; a long one comes alone."""
+        return self.samples(length)[0][0]
+
+    def samples(self, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Tokens and targets [B, length] of the backward passes, each over other tokens."""
         flat = self.tokens_BT.reshape(-1)
         batch = min(batch_size(length), flat.size // (length + 1))
-        sequences = flat[: batch * (length + 1)].reshape(batch, length + 1)
+        size = batch * (length + 1)
+        cut = [flat[i * size : (i + 1) * size] for i in range(self.gradient_samples)]
+        whole = [part.reshape(batch, length + 1) for part in cut if part.size == size]
         # Contiguous, because originals take views of their targets.
-        return np.ascontiguousarray(sequences[:, start : start + length])
+        contiguous = np.ascontiguousarray
+        return [(contiguous(part[:, :-1]), contiguous(part[:, 1:])) for part in whole]
 
 
 def batch_size(length: int) -> int:
@@ -112,23 +121,29 @@ class Measured:
     activations: dict[int, dict[str, np.ndarray]]
     loss: dict[int, np.ndarray]
     gradients: dict[int, Gradients]
+    more_gradients: dict[int, list[Gradients]]  # over the other samples
     greedy: np.ndarray  # [decoded] tokens
     greedy_logits: np.ndarray  # [decoded, V]
+
+    def all_gradients(self, length: int) -> list[Gradients]:
+        """Of every sample, the first first."""
+        return [self.gradients[length], *self.more_gradients[length]]
 
 
 def measure(side: Side, inputs: Inputs) -> Measured:
     """Asks one half everything."""
-    loss, gradients = {}, {}
+    loss, gradients, more = {}, {}, {}
     for length in inputs.gradient_lengths:
-        loss[length], gradients[length] = side.loss_and_gradients(
-            inputs.tokens(length), inputs.tokens(length, 1)
-        )
+        first, *others = inputs.samples(length)
+        more[length] = [side.loss_and_gradients(*sample)[1] for sample in others]
+        loss[length], gradients[length] = side.loss_and_gradients(*first)
     greedy, greedy_logits = _decode(side, inputs)
     return Measured(
         norm=side.final_norm(inputs.norm_input),
         activations={n: side.activations(inputs.tokens(n)) for n in inputs.lengths_in(side.dtype)},
         loss=loss,
         gradients=gradients,
+        more_gradients=more,
         greedy=greedy,
         greedy_logits=greedy_logits,
     )
@@ -211,8 +226,8 @@ def compare_sides(
                     pick(lambda m, n=length: m.loss[n]), length=length)
         )  # fmt: skip
         rows += _gradient_rows(
-            config, dtype, length, ours.gradients[length], truth.gradients[length],
-            pick(lambda m, n=length: m.gradients[n]),
+            config, dtype, length, ours.all_gradients(length), truth.all_gradients(length),
+            pick(lambda m, n=length: m.all_gradients(n)),
         )  # fmt: skip
     return [*rows, _greedy_row(dtype, ours, truth, same)]
 
@@ -254,21 +269,21 @@ def _gradient_rows(
     config: Config,
     dtype: str,
     length: int,
-    ours: Gradients,
-    truth: Gradients,
-    same: Gradients | None,
+    ours: Sequence[Gradients],
+    truth: Sequence[Gradients],
+    same: Sequence[Gradients] | None,
 ) -> list[Row]:
-    """Float64 per torch tensor, other dtypes per parameter of ours.
+    """Float64 per torch tensor of the first sample, other dtypes per parameter of ours, over all.
 
-    A parameter gathers a tensor's likes over layers and heads, so that the error of a lone number,
-    such as one head's decay, is not held against luck. A tensor that torch gives no gradient must
-    have none of ours.
+    A parameter gathers a tensor's likes over layers and heads, and samples over tokens, so that
+    the error of a few numbers, such as the heads' decays, is not held against luck. A tensor that
+    torch gives no gradient must have none of ours.
     """
     rows = []
-    known = {key: gradient for key, gradient in truth.items() if gradient is not None}
+    known = {key: gradient for key, gradient in truth[0].items() if gradient is not None}
     largest = max(largest_number(gradient) for gradient in known.values())
-    for key in sorted(truth.keys() - known.keys()):
-        leaked = float(np.abs(_present(ours, key)).max())
+    for key in sorted(truth[0].keys() - known.keys()):
+        leaked = float(np.abs(_present(ours[0], key)).max())
         rows.append(
             Row(rung="gradient", tensor=key, dtype=dtype, length=length, error=leaked,
                 measure=leaked, limit=0.0, passed=leaked == 0.0,
@@ -278,7 +293,7 @@ def _gradient_rows(
         for key, theirs in known.items():
             scale = max(float(np.abs(theirs).max()), NOISE * largest)
             rows.append(
-                compare("gradient", dtype, _present(ours, key), theirs,
+                compare("gradient", dtype, _present(ours[0], key), theirs,
                         scale=scale, tensor=key, length=length)
             )  # fmt: skip
         return rows
@@ -287,8 +302,8 @@ def _gradient_rows(
         if not keys:
             continue
         mine, theirs, torchs = (
-            np.concatenate([_present(side, key).reshape(-1) for key in keys])
-            for side in (ours, truth, same)
+            np.concatenate([_present(one, key).reshape(-1) for one in half for key in keys])
+            for half in (ours, truth, same)
         )
         scale = max(float(np.linalg.norm(theirs)) / theirs.size**0.5, NOISE * largest)
         rows.append(

@@ -36,7 +36,7 @@ def update_rows(
     for length in inputs.gradient_lengths:
         if len(inputs.gradient_lengths) > 1:  # else the sides hold the gradients of just this one
             for half in halves:
-                half.side.loss_and_gradients(inputs.tokens(length), inputs.tokens(length, 1))
+                half.side.loss_and_gradients(*inputs.samples(length)[0])
         gradients = [half.measured.gradients[length] for half in halves]
         noise = FLOAT64_LIMIT * max(map(largest_number, gradients[1].values()))
         for group in _groups(leaves(TABLES[model_name(config)], config)):

@@ -107,7 +107,7 @@ def test_check_uses_the_tokens_it_is_given():
     subject, tokens = subject_of("gpt"), np.arange(40, dtype=np.uint16) % 31
     inputs = choose_inputs(subject.config, subject.parameters, tokens, (1, 9), 0)
     np.testing.assert_array_equal(inputs.tokens_BT, tokens.reshape(4, 10))
-    np.testing.assert_array_equal(inputs.tokens(9, 1), inputs.tokens_BT[:, 1:])
+    np.testing.assert_array_equal(inputs.samples(9)[0][1], inputs.tokens_BT[:, 1:])
     assert inputs.tokens_BT.dtype == np.int64
     report = check(subject, tokens=tokens, lengths=(1, 9), dtypes=())
     assert_passes(report)
@@ -129,7 +129,7 @@ def test_lengths_chosen_fit_the_tokens():
 @pytest.mark.parametrize(("length", "batch"), [(1, 16), (9, 16), (17, 15), (256, 1), (300, 1)])
 def test_sequences_are_many_where_they_are_short(length, batch):
     inputs = choose_inputs(config_of("gpt", block_size=300), 1, None, (1, 9, 17, 256, 300), 0)
-    tokens, targets = inputs.tokens(length), inputs.tokens(length, 1)
+    tokens, targets = inputs.samples(length)[0]
     assert tokens.shape == targets.shape == (batch, length)
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
 
