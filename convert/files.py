@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +88,24 @@ def torch_to_folder(
     check_destination(destination, overwrite=overwrite, owns=OWNED_FILES)
     opened = open_torch(source, overrides=overrides, preset=preset, cast=dtype is not None)
     figures = None if check is None else check(opened)
-    by_path = {leaf.path: leaf for leaf in opened.leaves}
     with (
         atomic_output(destination, overwrite=overwrite, owns=OWNED_FILES) as folder,
         Reader(opened, dtype) as reader,
         ThreadPoolExecutor(1) as hasher,
+        ThreadPoolExecutor(1) as assembler,
     ):
         files = {path: hasher.submit(_file_sha256, path) for path in opened.checkpoint.files}
         specs = reader.specs()
-        write_folder(folder, opened.config, specs, lambda path: reader.parameter(by_path[path]))
+        # One parameter is assembled while the one before it is written.
+        order = iter(opened.leaves)
+        coming = [assembler.submit(reader.parameter, next(order))]
+
+        def read(path: str) -> np.ndarray:
+            found = coming.pop().result()
+            coming.extend(assembler.submit(reader.parameter, leaf) for leaf in islice(order, 1))
+            return found
+
+        write_folder(folder, opened.config, specs, read)
         digests = reader.finish(allow_nonfinite=allow_nonfinite)
         record = {
             "jaxslm": _version("jaxslm"),

@@ -581,8 +581,9 @@ def test_conversion_holds_a_fraction_of_the_weights(large, tmp_path):
             tracemalloc.stop()
 
     assert largest < 0.35 * weights
-    # Numpy's arrays are traced, mapped files are not. One parameter, and copies of a few tensors.
-    assert peak(torch_to_folder, source, tmp_path / "out") < 1.5 * largest
+    # Numpy's arrays are traced, mapped files are not. One parameter is written while the next is
+    # assembled, and copies of a few tensors.
+    assert peak(torch_to_folder, source, tmp_path / "out") < 2.5 * largest < 0.9 * weights
     assert peak(folder_to_torch, tmp_path / "out", tmp_path / "b.safetensors") < largest
     assert peak(folder_to_torch, tmp_path / "out", tmp_path / "b.pt") < 1.3 * weights
 
