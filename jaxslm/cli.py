@@ -166,11 +166,12 @@ def check(
     """
     from convert.parity.report import print_report, write_json
     from convert.parity.subject import load_subject
-    from jaxslm.files import check_destination
 
-    for output in (json, report):
+    for output, mark in ((json, b'"schema"'), (report, b"<title>parity ")):
         if output is not None:
-            check_destination(output, overwrite=True)
+            _check_report_path(output, mark)
+    if json is not None and report is not None and json.resolve() == report.resolve():
+        raise ValueError(f"--json and --report both name {json}: name two files")
     subject = load_subject(source, overrides=config, preset=preset)
     real = None if tokens is None else _read_tokens(tokens)
     result = _run_check(
@@ -211,6 +212,17 @@ def _run_check(subject, **options):
 
     with Console(stderr=True).status("checking") as status:
         return check(subject, progress=lambda words: status.update(f"checking: {words}"), **options)
+
+
+def _check_report_path(path: Path, mark: bytes) -> None:
+    """Refuses to replace anything but an earlier report: not the checkpoint, not a source file."""
+    from jaxslm.files import check_destination
+
+    check_destination(path, overwrite=True)
+    if path.is_file():
+        with path.open("rb") as file:
+            if mark not in file.read(400).lower():
+                raise FileExistsError(f"{path} exists and is no earlier report: name another file")
 
 
 def _read_tokens(path: Path):

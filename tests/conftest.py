@@ -4,6 +4,7 @@ Warnings are errors (pyproject.toml), JAX runs on the CPU unless JAX_PLATFORMS s
 arrays never change rank silently, and hypothesis draws the same examples every time.
 """
 
+import hashlib
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,6 +18,13 @@ import jax
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
+SHARED_SHA256 = {
+    "lumen_3m.pt": "0af82b124df1c9fe153836d70ce913997b332599115c15892a58011db4786262",
+    "lumen_3m_bf16.pt": "b3806d28e8fd3bf51b33115fefb8a9137fb9e2bc62cf4ba37bcaaa30fe31609d",
+    "gpt_small.pt": "103d1b694e8b94894a51b2addc63444bda2c07196510c9f90d705ccdc75c9c89",
+    "ripple_char.pt": "baa44b1e6c291ab6da3685a84a375f07a6583b5778111d389c05bb1bc75d30a8",
+    "ripple_window.pt": "ee4f5bf716f9411da102b1cf9eea05d56ffaec3e0420fa2b403aa1dadfee5d61",
+}
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile(
@@ -47,8 +55,12 @@ def shared() -> Callable[..., Path]:
 
     def find(*parts: str) -> Path:
         path = REPOSITORY.parent.joinpath("shared", *parts)
+        name = "/".join(("..", "shared", *parts))
         if not path.exists():
-            pytest.skip(f"{'/'.join(('..', 'shared', *parts))} is absent")
+            pytest.skip(f"{name} is absent")
+        digest = SHARED_SHA256.get(path.name)
+        if digest and hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            pytest.skip(f"{name} is not the file that these tests know: its SHA-256 is another")
         return path
 
     return find

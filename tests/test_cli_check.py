@@ -51,6 +51,27 @@ def test_check_passes_prints_its_table_and_writes_its_reports(run, tiny, tmp_pat
     assert report["lengths"] == [1, 2]
     assert "<svg" in (tmp_path / "a.html").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json"]
+    again = run("check", tiny, "--json", tmp_path / "a.json", "--report", tmp_path / "a.html")
+    assert again[0] == 0
+
+
+def test_reports_replace_nothing_but_earlier_reports(run, tmp_path):
+    source = tmp_path / "a.pt"
+    torch.save({"weights": torch.ones(2)}, source)
+    page, data = tmp_path / "notes.html", tmp_path / "config.json"
+    page.write_text("<!doctype html><title>Mine</title>")
+    data.write_text('{"n_head": 4}')
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for option, path in (
+        ("--report", source), ("--json", source), ("--report", page), ("--json", data)
+    ):  # fmt: skip
+        code, out, err = run("check", source, option, path)
+        assert (code, out) == (2, "")
+        assert "is no earlier report: name another file" in err
+    code, _, err = run("check", source, "--json", tmp_path / "x", "--report", tmp_path / "x")
+    assert code == 2
+    assert "name two files" in err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_check_against_the_users_file_passes_and_fails(run, tiny, tmp_path):
