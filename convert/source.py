@@ -11,6 +11,7 @@ from convert.resolve import Resolved, resolve
 from convert.rules import Leaf, Table, faults, leaves
 from convert.tables import table_for
 from jaxslm.models import Config
+from jaxslm.weights import is_model_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ def identify(
         ValueError: damaged, not one of the models, or an override that cannot be understood.
         OSError: it cannot be read.
     """
+    if is_model_folder(path):
+        raise ValueError(f"{path} is a model folder already: jaxslm.load reads it")
     checkpoint = open_checkpoint(path)
     shapes = {key: tensor.shape for key, tensor in checkpoint.tensors.items()}
     try:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import convert
+import jaxslm
 from convert.counterparts import build
 from jaxslm.weights import abstract_parameters, to_arrays
 from tests.convert.checkpoints import (
@@ -275,3 +276,9 @@ def test_model_computes_after_conversion_of_bfloat16(tmp_path):
     assert ours.embedding[...].dtype == ml_dtypes.bfloat16
     shape = jax.eval_shape(ours, jax.ShapeDtypeStruct((2, 5), np.int32))
     assert (shape.shape, shape.dtype) == ((2, 5, 31), np.float32)
+
+
+def test_to_jax_of_a_model_folder_says_what_reads_it(tmp_path):
+    jaxslm.save(convert.to_jax(file_of(tmp_path, "gpt")), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"is a model folder already: jaxslm\.load reads it"):
+        convert.to_jax(tmp_path / "out")
