@@ -300,11 +300,20 @@ def test_output_that_cannot_be_written_is_no_traceback(gpt):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+# A shell's background job, as CI may be, ignores Ctrl-C; a user's command does not.
+HEEDING = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def test_control_c_is_one_word(gpt, tmp_path):
     slow = "import pathlib, time\npathlib.Path(r'{}').touch()\ntime.sleep(60)\n"
     (tmp_path / "slow.py").write_text(slow.format(tmp_path / "started"))
     running = subprocess.Popen(
-        [CONSOLE_SCRIPT, "check", gpt, "--against", tmp_path / "slow.py:GPT"],
+        [sys.executable, "-c", HEEDING, CONSOLE_SCRIPT, "check", gpt, "--against",
+         tmp_path / "slow.py:GPT"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -131,7 +131,7 @@ REAL = {
 def test_real_checkpoint_comes_back_byte_for_byte_and_loads_into_the_original(
     name, tmp_path, shared
 ):
-    source = shared("checkpoints") / name
+    source = shared("checkpoints", name)
     preset = "lumen-3m" if name.startswith("lumen") else None
     done = torch_to_folder(source, tmp_path / "out", preset=preset)
     expected = open_checkpoint(source).tensors
