@@ -4,10 +4,19 @@ A dtype called `dtype` is the compute dtype. Statistics and accumulations are ma
 float32, or float64 when that is the compute dtype.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+
+REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 def wide(dtype: DTypeLike) -> jnp.dtype:
@@ -133,3 +142,10 @@ def uniform_fan_in(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> nnx.P
     """A float32 parameter drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)): torch.nn.Linear's law."""
     bound = fan_in**-0.5
     return nnx.Param(jax.random.uniform(key, shape, jnp.float32, -bound, bound))
+
+
+def rematerialized(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    """A layer for `jax.lax.scan` whose backward pass recomputes what the policy does not keep."""
+    if policy == "none":
+        return layer
+    return jax.checkpoint(layer, prevent_cse=False, policy=REMAT_POLICIES[policy])

@@ -1,6 +1,6 @@
 """The model folder: config.json and model.safetensors, in our own parameter names. No torch.
 
-config.json says {"format": "jaxslm", "format_version": 1, "model": ..., "config": {...}};
+config.json says {"format": "jaxslm", "format_version": 2, "model": ..., "config": {...}};
 model.safetensors holds one tensor a parameter, named by its path in the module
 ("blocks.attention.wq"), each in the dtype that it was saved with.
 """
@@ -22,8 +22,8 @@ from jaxslm.safetensors_io import TensorSpec, map_tensors, write_tensors
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-FORMAT_VERSION = 1
-OWNED_FILES = (CONFIG_FILE, WEIGHTS_FILE, "parity.json")
+FORMAT_VERSION = 2
+OWNED_FILES = (CONFIG_FILE, WEIGHTS_FILE, "parity.json", "optimizer.safetensors")
 
 
 def load(path: str | Path) -> Model:
@@ -173,10 +173,10 @@ def _read_config(path: Path) -> Config:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != "jaxslm":
         raise ValueError(f"{path} is not ours: convert the checkpoint first (jaxslm convert)")
-    if content.get("format_version") != FORMAT_VERSION:
+    if content.get("format_version") not in (1, FORMAT_VERSION):
         raise ValueError(
             f"{path} has format_version {content.get('format_version')!r}; "
-            f"this jaxslm reads {FORMAT_VERSION}"
+            f"this jaxslm reads 1 to {FORMAT_VERSION}"
         )
     if content.get("model") not in list(MODELS) or not isinstance(content.get("config"), dict):
         raise ValueError(f"{path} must name a model of {', '.join(MODELS)} and its config")
@@ -184,7 +184,10 @@ def _read_config(path: Path) -> Config:
     missing = [field.name for field in fields(kind) if field.name not in content["config"]]
     if missing:
         raise ValueError(f"{path} lacks the config fields {', '.join(missing)}")
+    values = dict(content["config"])
+    if content["format_version"] == 1 and isinstance(values["remat"], bool):
+        values["remat"] = "full" if values["remat"] else "none"  # the policies of version 1
     try:
-        return kind(**content["config"])
+        return kind(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None

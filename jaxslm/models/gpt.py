@@ -13,9 +13,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxslm.attention import attend
-from jaxslm.layers import LayerNorm, check_tokens, compute_dtype, contract, embed, normal, wide
+from jaxslm.layers import (
+    REMAT_POLICIES,
+    LayerNorm,
+    check_tokens,
+    compute_dtype,
+    contract,
+    embed,
+    normal,
+    rematerialized,
+    wide,
+)
 from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
 from jaxslm.rope import RopeTables, rope_tables, rotate
+from jaxslm.sharding import BATCH, constrain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +38,8 @@ class GPTConfig:
         rope_base: a constant in the original.
         dtype: compute dtype; "float64" needs JAX's x64 mode and serves the parity check.
         unroll: layers per step of the layer loop; changes speed, never the output.
-        remat: recompute each layer in the backward pass instead of storing its activations.
+        remat: what the backward pass recomputes instead of storing: "none"; "dots", all of a layer
+            but its projections' outputs; "full", each layer. Changes memory, never the output.
 
     Raises:
         ValueError: a value or combination that the model cannot have, named.
@@ -44,7 +56,7 @@ class GPTConfig:
     rope_base: float = 10000.0
     dtype: str = "float32"
     unroll: int = 1
-    remat: bool = False
+    remat: str = "none"
 
     def __post_init__(self):
         check_types(self)
@@ -53,6 +65,7 @@ class GPTConfig:
             "layer_norm_eps", "rope_base", "unroll",
         )  # fmt: skip
         check_choice(self, "dtype", DTYPES)
+        check_choice(self, "remat", tuple(REMAT_POLICIES))
         check_divides(self, "n_head", "n_embd")
         check_divides(self, "n_kv_head", "n_head")
         if self.head_width % 2:
@@ -167,6 +180,7 @@ class GPT(nnx.Module):
         key: jax.Array | None = None,
         rope: RopeTables | None = None,
         every_layer: bool = False,
+        logits: bool = True,
     ) -> dict[str, jax.Array]:
         """The forward pass, with what it computes on the way.
 
@@ -176,9 +190,10 @@ class GPT(nnx.Module):
             rope: tables [block_size, H/2] to use in place of our own; the parity check passes
                 torch's, whose last bit may differ.
             every_layer: also return the stream after each layer's attention and MLP.
+            logits: compute the logits; training takes them chunk by chunk from `unembed`.
 
         Returns:
-            embedding [B, T, D], final_norm [B, T, D], logits [B, T, V] and, if asked for,
+            embedding [B, T, D], final_norm [B, T, D], and, if asked for, logits [B, T, V],
             attention and block [L, B, T, D].
         """
         del key
@@ -190,16 +205,30 @@ class GPT(nnx.Module):
 
         def layer(x_BTD, params):
             middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, (cos[:T], sin[:T]))
+            out_BTD = constrain(out_BTD, BATCH, None, None)
             return out_BTD, {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
 
-        if config.remat:
-            layer = jax.checkpoint(layer, prevent_cse=False)
         dtype = compute_dtype(config.dtype)
-        x_BTD = embed(self.embedding[...], tokens_BT, dtype)
-        y_BTD, stack = jax.lax.scan(layer, x_BTD, layers, unroll=config.unroll)
+        x_BTD = constrain(embed(self.embedding[...], tokens_BT, dtype), BATCH, None, None)
+        y_BTD, stack = jax.lax.scan(
+            rematerialized(layer, config.remat), x_BTD, layers, unroll=config.unroll
+        )
         norm_BTD = self.final_norm(y_BTD)
+        found = {"embedding": x_BTD, "final_norm": norm_BTD} | stack
+        return found | ({"logits": self.unembed(norm_BTD)} if logits else {})
+
+    def unembed(self, norm_BTD: jax.Array) -> jax.Array:
+        """Logits of the final norm's output.
+
+        Args:
+            norm_BTD: any number of positions, in the compute dtype.
+
+        Returns:
+            logits_BTV, float32 (float64 when that is the compute dtype).
+        """
+        dtype = norm_BTD.dtype
         logits_BTV = jnp.einsum(
             "btd,vd->btv", norm_BTD, self.embedding[...].astype(dtype),
             preferred_element_type=wide(dtype),
         )  # fmt: skip
-        return {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV} | stack
+        return constrain(logits_BTV, BATCH, None, "tensor")

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxslm.attention import WINDOW_MODES, attend
 from jaxslm.layers import (
+    REMAT_POLICIES,
     LayerNorm,
     check_tokens,
     compute_dtype,
@@ -26,9 +27,11 @@ from jaxslm.layers import (
     dropout,
     embed,
     normal,
+    rematerialized,
     wide,
 )
 from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
+from jaxslm.sharding import BATCH, constrain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,8 @@ class RippleConfig:
             sequences no longer than the window; "always": it is trained.
         dtype: compute dtype; "float64" needs JAX's x64 mode and serves the parity check.
         unroll: layers per step of the layer loop; changes speed, never the output.
-        remat: recompute each layer in the backward pass instead of storing its activations.
+        remat: what the backward pass recomputes instead of storing: "none"; "dots", all of a layer
+            but its projections' outputs; "full", each layer. Changes memory, never the output.
 
     Raises:
         ValueError: a value or combination that the model cannot have, named.
@@ -66,7 +70,7 @@ class RippleConfig:
     decay_gradient: str = "as_torch"
     dtype: str = "float32"
     unroll: int = 1
-    remat: bool = False
+    remat: str = "none"
 
     def __post_init__(self):
         check_types(self)
@@ -77,6 +81,7 @@ class RippleConfig:
             "unroll",
         )  # fmt: skip
         check_choice(self, "dtype", DTYPES)
+        check_choice(self, "remat", tuple(REMAT_POLICIES))
         check_choice(self, "window_mode", WINDOW_MODES)
         check_choice(self, "decay_gradient", ("as_torch", "always"))
         check_divides(self, "n_head", "n_embd")
@@ -235,6 +240,7 @@ class Ripple(nnx.Module):
         *,
         key: jax.Array | None = None,
         every_layer: bool = False,
+        logits: bool = True,
     ) -> dict[str, jax.Array]:
         """The forward pass, with what it computes on the way.
 
@@ -242,15 +248,16 @@ class Ripple(nnx.Module):
             tokens_BT: as in `__call__`.
             key: as in `__call__`.
             every_layer: also return the stream after each layer's attention and MLP.
+            logits: compute the logits; training takes them chunk by chunk from `unembed`.
 
         Returns:
-            embedding [B, T, D] (positions included), final_norm [B, T, D], logits [B, T, V] and,
-            if asked for, attention and block [L, B, T, D].
+            embedding [B, T, D] (positions included), final_norm [B, T, D], and, if asked for,
+            logits [B, T, V], attention and block [L, B, T, D].
         """
         config = self.config
         check_tokens(tokens_BT, config.context, "block_size")
         dtype = compute_dtype(config.dtype)
-        x_BTD = embed(self.embedding[...], tokens_BT, dtype)
+        x_BTD = constrain(embed(self.embedding[...], tokens_BT, dtype), BATCH, None, None)
         if config.use_absolute_pos_emb:
             x_BTD = x_BTD + self.position_embedding[: x_BTD.shape[1]].astype(dtype)[None]
         graphdef, layers = nnx.split(self.blocks)
@@ -259,15 +266,29 @@ class Ripple(nnx.Module):
             params, index = params_and_index
             layer_key = None if key is None else jax.random.fold_in(key, index)
             middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, layer_key)
+            out_BTD = constrain(out_BTD, BATCH, None, None)
             return out_BTD, {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
 
-        if config.remat:
-            layer = jax.checkpoint(layer, prevent_cse=False)
         indices = jnp.arange(config.n_layer)
-        y_BTD, stack = jax.lax.scan(layer, x_BTD, (layers, indices), unroll=config.unroll)
+        y_BTD, stack = jax.lax.scan(
+            rematerialized(layer, config.remat), x_BTD, (layers, indices), unroll=config.unroll
+        )
         norm_BTD = self.final_norm(y_BTD)
+        found = {"embedding": x_BTD, "final_norm": norm_BTD} | stack
+        return found | ({"logits": self.unembed(norm_BTD)} if logits else {})
+
+    def unembed(self, norm_BTD: jax.Array) -> jax.Array:
+        """Logits of the final norm's output.
+
+        Args:
+            norm_BTD: any number of positions, in the compute dtype.
+
+        Returns:
+            logits_BTV, float32 (float64 when that is the compute dtype).
+        """
+        dtype = norm_BTD.dtype
         logits_BTV = jnp.einsum(
             "btd,dv->btv", norm_BTD, self.head[...].astype(dtype),
             preferred_element_type=wide(dtype),
         )  # fmt: skip
-        return {"embedding": x_BTD, "final_norm": norm_BTD, "logits": logits_BTV} | stack
+        return constrain(logits_BTV, BATCH, None, "tensor")

@@ -24,7 +24,7 @@ VARIANTS = {
     ),
     "gpt, kv heads 1": ("gpt", {"n_kv_head": 1}),
     "gpt, kv heads 4 of 4, remat, unrolled": (
-        "gpt", {"n_kv_head": 4, "remat": True, "unroll": 2}
+        "gpt", {"n_kv_head": 4, "remat": "full", "unroll": 2}
     ),
     "ripple, window, bias, positions": ("ripple", {}),
     "ripple, full": ("ripple", {"attention_window": None, "bias": False, "dropout": 0.0}),

@@ -109,10 +109,10 @@ def test_constants_of_the_original_can_be_changed():
 
 
 def test_our_choices_can_be_passed():
-    options = ("window_mode=exact", "decay_gradient=always", "unroll=2", "remat=true")
+    options = ("window_mode=exact", "decay_gradient=always", "unroll=2", "remat=full")
     found = resolved("ripple", {"model_args": said("ripple")}, overrides=options)
     assert found.config() == config_of(
-        "ripple", window_mode="exact", decay_gradient="always", unroll=2, remat=True
+        "ripple", window_mode="exact", decay_gradient="always", unroll=2, remat="full"
     )
 
 
@@ -311,8 +311,7 @@ def test_head_number_of_a_ripple_without_heads_is_not_believed():
         (GPTConfig, "n_head=1_6", 16),
         (GPTConfig, "rope_base=1e4", 10000.0),
         (GPTConfig, "rope_base=500", 500.0),
-        (GPTConfig, "remat=true", True),
-        (GPTConfig, "remat=False", False),
+        (RippleConfig, "bias=False", False),
         (GPTConfig, "dtype=bfloat16", "bfloat16"),
         (GPTConfig, "dtype=", ""),
         (RippleConfig, "attention_window=None", None),
@@ -341,7 +340,7 @@ def test_override_is_parsed_by_its_fields_type(kind, text, value):
         (GPTConfig, ["n_head=none"], "--config n_head takes int, got 'none'"),
         (GPTConfig, ["n_head="], "--config n_head takes int, got ''"),
         (GPTConfig, ["rope_base=big"], "--config rope_base takes float, got 'big'"),
-        (GPTConfig, ["remat=1"], "--config remat takes bool, got '1'"),
+        (RippleConfig, ["bias=1"], "--config bias takes bool, got '1'"),
         (RippleConfig, ["attention_window=all"], "takes int or none, got 'all'"),
     ],
 )

@@ -98,7 +98,7 @@ def test_every_container_becomes_the_same_model(container, tmp_path):
 
 def test_config_and_preset_are_taken_as_values(tmp_path):
     path = save(state_of("ripple"), tmp_path / "a.pt")
-    config = {"attention_window": None, "dropout": 0.25, "window_mode": "exact", "remat": True}
+    config = {"attention_window": None, "dropout": 0.25, "window_mode": "exact", "remat": "dots"}
     found = convert.to_jax(path, config=config).config
     assert found == config_of("ripple", **config)
     with pytest.raises(ValueError, match="does not say dropout, attention_window"):

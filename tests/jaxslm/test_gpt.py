@@ -110,7 +110,7 @@ def test_given_rope_tables_replace_our_own():
         ("n_layer", 2.0, TypeError, "n_layer must be int, got 2.0"),
         ("n_kv_head", None, TypeError, "n_kv_head must be int, got None"),
         ("layer_norm_eps", False, TypeError, "layer_norm_eps must be float, got False"),
-        ("remat", "yes", TypeError, "remat must be bool, got 'yes'"),
+        ("remat", True, TypeError, "remat must be str, got True"),
     ],
 )
 def test_config_refuses_naming_field_and_value(field, value, error, words):

@@ -135,7 +135,7 @@ def test_given_rope_tables_replace_our_own():
         ("vocab_size", "29", TypeError, "vocab_size must be int, got '29'"),
         ("rms_norm_eps", "1e-6", TypeError, "rms_norm_eps must be float, got '1e-6'"),
         ("rope_theta", True, TypeError, "rope_theta must be float, got True"),
-        ("remat", 1, TypeError, "remat must be bool, got 1"),
+        ("remat", "all", ValueError, "remat must be one of"),
         ("dtype", np.float32, TypeError, "dtype must be str, got "),
     ],
 )

@@ -80,7 +80,7 @@ def test_preset_has_the_original_number_of_parameters(name, count):
 
 
 def test_unroll_and_remat_change_neither_output_nor_gradient(config, plain_step):
-    variant = from_arrays(replace(config, unroll=2, remat=True), random_arrays(config))
+    variant = from_arrays(replace(config, unroll=2, remat="full"), random_arrays(config))
     assert_same_step(step_in("graph")(variant, TOKENS_BT, TARGETS_BT), plain_step)
     unrolled = from_arrays(replace(config, unroll=L), random_arrays(config))
     (_, logits_BTV), _ = plain_step
@@ -88,13 +88,13 @@ def test_unroll_and_remat_change_neither_output_nor_gradient(config, plain_step)
 
 
 def test_unroll_and_remat_reach_the_layer_loop(config):
-    for unroll, remat in ((1, False), (2, True), (7, False)):
+    for unroll, remat in ((1, "none"), (2, "full"), (7, "dots"), (1, "full")):
         model = random_model(replace(config, unroll=unroll, remat=remat))
         jaxpr = jax.make_jaxpr(model)(TOKENS_BT)
         scan = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
         assert scan.params["unroll"] == unroll
         inside = [eqn.primitive.name for eqn in scan.params["jaxpr"].eqns]
-        assert any("remat" in name or "checkpoint" in name for name in inside) == remat
+        assert any("remat" in name or "checkpoint" in name for name in inside) == (remat != "none")
 
 
 def test_model_works_in_both_nnx_modes(config, plain_step, nnx_mode):

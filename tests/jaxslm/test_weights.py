@@ -89,7 +89,7 @@ def test_loaded_model_computes_what_the_saved_one_did(config, tmp_path):
 def test_folder_holds_what_the_format_says(folder):
     assert names(folder) == ["config.json", "model.safetensors"]
     content = json.loads((folder / "config.json").read_text())
-    assert (content["format"], content["format_version"]) == ("jaxslm", 1)
+    assert (content["format"], content["format_version"]) == ("jaxslm", 2)
     assert content["model"] == "lumen"
     assert LumenConfig(**content["config"]) == LUMEN
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -167,12 +167,12 @@ def test_every_fault_of_the_weights_is_listed_at_once(folder):
         ("[1]", "is not ours: convert the checkpoint first"),
         ("null", "is not ours"),
         ('{"model_type": "gpt2"}', "is not ours"),
-        ('{"format": "jaxslm"}', "format_version None; this jaxslm reads 1"),
-        ('{"format": "jaxslm", "format_version": 2}', "format_version 2; this jaxslm reads 1"),
-        ('{"format": "jaxslm", "format_version": 1}', "must name a model of lumen, gpt, ripple"),
-        ('{"format": "jaxslm", "format_version": 1, "model": "bert"}', "must name a model of"),
-        ('{"format": "jaxslm", "format_version": 1, "model": ["gpt"]}', "must name a model of"),
-        ('{"format": "jaxslm", "format_version": 1, "model": "gpt"}', "and its config"),
+        ('{"format": "jaxslm"}', "format_version None; this jaxslm reads 1 to 2"),
+        ('{"format": "jaxslm", "format_version": 3}', "format_version 3; this jaxslm reads 1 to 2"),
+        ('{"format": "jaxslm", "format_version": 2}', "must name a model of lumen, gpt, ripple"),
+        ('{"format": "jaxslm", "format_version": 2, "model": "bert"}', "must name a model of"),
+        ('{"format": "jaxslm", "format_version": 2, "model": ["gpt"]}', "must name a model of"),
+        ('{"format": "jaxslm", "format_version": 2, "model": "gpt"}', "and its config"),
     ],
 )
 def test_damaged_config_is_refused_by_name(folder, text, words):
