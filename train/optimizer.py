@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -144,6 +145,39 @@ def scale_by_torch_adam(b1: float, b2: float, eps: float) -> optax.GradientTrans
         return jax.tree.map(scaled, first, second), optax.ScaleByAdamState(count, first, second)
 
     return optax.GradientTransformation(init, update)
+
+
+def moments_of(state: Any) -> tuple[Any, Any, int]:
+    """First moments, second moments by path, and the update count of AdamW's state.
+
+    Raises:
+        ValueError: it is another optimizer's state.
+    """
+    found = [part for part in _parts(state) if isinstance(part, optax.ScaleByAdamState)]
+    if len(found) != 1 or not isinstance(found[0].mu, dict):
+        raise ValueError("only AdamW's state can leave a run, and this run has another optimizer")
+    return found[0].mu, found[0].nu, int(np.asarray(found[0].count))
+
+
+def with_moments(state: Any, first: Any, second: Any, count: Callable[[Any], Any]) -> Any:
+    """AdamW's state with other moments; `count` gives each of its counters from its present one."""
+
+    def replaced(part: Any) -> Any:
+        if isinstance(part, optax.ScaleByAdamState):
+            return optax.ScaleByAdamState(count(part.count), first, second)
+        if isinstance(part, optax.ScaleByScheduleState):
+            return optax.ScaleByScheduleState(count(part.count))
+        return part
+
+    return jax.tree.map(replaced, state, is_leaf=_is_part)
+
+
+def _parts(state: Any) -> list[Any]:
+    return jax.tree.leaves(state, is_leaf=_is_part)
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, optax.ScaleByAdamState | optax.ScaleByScheduleState)
 
 
 def _correction(beta: float, count: jax.Array) -> jax.Array:
