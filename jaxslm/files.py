@@ -20,7 +20,8 @@ def atomic_output(
     Args:
         destination: file or folder to create; its parent must exist.
         overwrite: replace an existing destination.
-        owns: glob patterns of the files that an existing folder may hold to be replaced.
+        owns: glob patterns of the files that an existing folder may hold to be replaced, with
+            their folders: "config.json", "train/*.bin".
 
     Raises:
         FileExistsError: the destination exists and `overwrite` is not set, or it is a folder
@@ -66,15 +67,25 @@ def check_destination(destination: Path, *, overwrite: bool, owns: tuple[str, ..
     if destination.is_symlink() or not (destination.is_dir() or destination.is_file()):
         raise FileExistsError(f"{destination} is a link or a device: name a plain file or folder")
     if destination.is_dir():
-        others = [
-            path.name for path in sorted(destination.iterdir())
-            if path.is_dir() or not any(path.match(pattern) for pattern in owns)
-        ]  # fmt: skip
-        if others:
+        for other in _others(destination, owns):
             raise FileExistsError(
-                f"{destination} holds {others[0]}, which is not output of this command: it is not "
-                "overwritten; name another output"
+                f"{destination} holds {other.relative_to(destination)}, which is not output of "
+                "this command: it is not overwritten; name another output"
             )
+
+
+def _others(folder: Path, owns: tuple[str, ...]) -> Iterator[Path]:
+    """What a folder holds that is not owned; folders that no pattern leads into are not entered."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            inside = tuple(
+                pattern.partition("/")[2]
+                for pattern in owns
+                if "/" in pattern and path.match(pattern.partition("/")[0])
+            )
+            yield from _others(path, inside) if inside and not path.is_symlink() else [path]
+        elif not any(path.match(pattern) for pattern in owns if "/" not in pattern):
+            yield path
 
 
 def _default_mode(path: Path) -> int:

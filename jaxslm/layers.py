@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxslm.sharding import constrain
+
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -101,6 +103,7 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: DTypeLike) -> jax.Ar
     Returns:
         x_BTD.
     """
+    table_VD = constrain(table_VD, "tensor", None)  # fsdp's pieces of D are gathered first
     rows = table_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     return rows.astype(dtype)
 

@@ -185,3 +185,27 @@ def test_permissions_follow_the_umask(tmp_path, umask, file_mode, folder_mode):
         for path in tmp_path.rglob("*")
     }
     assert modes == {"out": folder_mode, "out/config.json": file_mode, "out.pt": file_mode}
+
+
+def test_a_folder_inside_is_owned_by_patterns_that_lead_into_it(tmp_path):
+    owns = ("meta.json", "train/*.bin")
+    out = tmp_path / "train"  # its own name leads nowhere
+    (out / "train").mkdir(parents=True)
+    (out / "meta.json").touch()
+    (out / "train" / "a.bin").touch()
+    check_destination(out, overwrite=True, owns=owns)
+    for other in ("train/meta.json", "a.bin", "val/a.bin", "train/deep/a.bin"):
+        path = out / other
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        first = other.removesuffix("/a.bin")  # a folder that is not entered
+        with pytest.raises(FileExistsError, match=f"holds {first}, which is not output"):
+            check_destination(out, overwrite=True, owns=owns)
+        path.unlink()
+        if path.parent not in (out, out / "train"):
+            path.parent.rmdir()
+    (out / "train" / "a.bin").unlink()
+    (out / "train").rmdir()
+    (out / "train").symlink_to(tmp_path)
+    with pytest.raises(FileExistsError, match="holds train, which"):
+        check_destination(out, overwrite=True, owns=owns)
