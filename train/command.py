@@ -9,6 +9,7 @@ from typing import Annotated
 
 import jax
 import tyro
+from rich.console import Console
 
 from train.config import TrainConfig, read_config
 from train.loop import TrainingFailed, train
@@ -54,8 +55,9 @@ def command(arguments: Sequence[str]) -> int:
         options, args=list(arguments[1:]), prog=f"jaxslm train {path}",
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
     )  # fmt: skip
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     try:
-        return train(chosen, resume=resume)
+        return train(chosen, resume=resume, console=console)
     except TrainingFailed as error:
         return _failed(str(error))
     except jax.errors.JaxRuntimeError as error:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from jaxslm.weights import abstract_parameters
 from train.batches import EvaluationBatches, prefetch
 from train.checkpoints import CheckpointError, Checkpoints
 from train.config import CONFIG_FILE, TrainConfig, changed, read_config, to_json
-from train.metrics import Metrics
+from train.metrics import METRICS_FILE, PLOT_FILE, Metrics
 from train.optimizer import build_optimizer
 from train.setup import Layout, Placer, join_cluster, make_layout, new_state, open_data
 from train.step import TrainState, make_evaluation, make_step
@@ -51,9 +52,9 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
         OSError: a file cannot be read or written; FileExistsError if a new run's folder is used.
         TrainingFailed: too many updates in a row were not finite, or a checkpoint was not saved.
     """
+    join_cluster(config.cluster)
     stop = Stop()
     with stop.listening():
-        join_cluster(config.cluster)
         if config.log.compilation_cache:
             _use_compilation_cache()
         try:
@@ -79,7 +80,7 @@ class _Run:
         if not resume:
             self.state, notes = new_state(config, optimizer, self.layout)
         stop.check()
-        _write_folder(config, self.batches.tokens.tokenizer, resume)
+        _write_folder(config, config.data.tokenizer or self.batches.tokens.tokenizer)
         self.checkpoints = Checkpoints(config.out, config.checkpoint)
         if resume:
             self.state, notes = self._resume(optimizer)
@@ -274,7 +275,9 @@ def _check_folder(config: TrainConfig, resume: bool) -> TrainConfig | None:
     """Refuses a used folder for a new run, and a folder without its run for a resumed one."""
     out = config.out
     if not resume:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and (
+            not out.is_dir() or any(p for p in out.iterdir() if p not in _left(out))
+        ):
             raise FileExistsError(
                 f"{out} is not empty: go on with its run by --resume, or name another --out"
             )
@@ -289,6 +292,12 @@ def _check_folder(config: TrainConfig, resume: bool) -> TrainConfig | None:
     return before
 
 
+def _left(out: Path) -> list[Path]:
+    """What a killed process may have left half-written in a run's folder."""
+    names = (CONFIG_FILE, FILE, METRICS_FILE, PLOT_FILE)
+    return [path for name in names for path in out.glob(f".{name}.*")]
+
+
 def _check_data(before: dict[str, str], now: dict[str, str]) -> None:
     """Refuses to go on with other training data."""
     if before.get("train") != now["train"]:
@@ -298,15 +307,18 @@ def _check_data(before: dict[str, str], now: dict[str, str]) -> None:
         )
 
 
-def _write_folder(config: TrainConfig, tokenizer: Path | None, resume: bool) -> None:
+def _write_folder(config: TrainConfig, tokenizer: Path | None) -> None:
     """Makes the run's folder: its config, and the tokenizer of its data."""
     if jax.process_index() == 0:
         config.out.mkdir(parents=True, exist_ok=True)
+        for path in _left(config.out):
+            shutil.rmtree(path, ignore_errors=True)
         with atomic_output(config.out / CONFIG_FILE, overwrite=True) as path:
             path.write_text(json.dumps(to_json(config), indent=2) + "\n")
         if tokenizer is None and config.init_from is not None:
             tokenizer = config.init_from / FILE
-        if not resume and tokenizer is not None and tokenizer.exists():
+        known = (config.out / FILE).exists()
+        if not known and tokenizer is not None and tokenizer.exists():
             load_tokenizer(tokenizer).save(config.out)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("the run's folder")

@@ -50,11 +50,17 @@ class Layout:
 
 
 def join_cluster(cluster: ClusterConfig) -> None:
-    """Joins the other processes of the run, if there are any."""
-    if cluster.coordinator is not None:
+    """Joins the other processes of the run, if there are any.
+
+    Raises:
+        OSError: they cannot be found or do not answer.
+    """
+    if cluster.coordinator is None and not cluster.distributed:
+        return
+    try:
         jax.distributed.initialize(cluster.coordinator, cluster.processes, cluster.process)
-    elif cluster.distributed:
-        jax.distributed.initialize()
+    except (RuntimeError, ValueError) as error:
+        raise OSError(f"the processes of the run do not come together: {error}") from error
 
 
 def make_layout(config: TrainConfig, optimizer: optax.GradientTransformation) -> Layout:

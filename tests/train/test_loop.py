@@ -1,0 +1,289 @@
+"""The loop: records, resuming, refusals. Kills are in test_kill.py, meshes in test_sharding.py."""
+
+import json
+import shutil
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import jaxslm
+from jaxslm.weights import to_arrays
+from tests.train.runs import quietly, small_config, write_tokens
+from train import loop
+from train.checkpoints import Checkpoints
+from train.config import read_config
+from train.export import export
+from train.loop import TrainingFailed
+from train.metrics import read_metrics
+
+
+def test_run_records_every_update_and_evaluation(finished):
+    config, text = finished
+    rows = read_metrics(config.out)
+    updates = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in updates] == list(range(1, 9))
+    assert [row["step"] for row in rows if "val_loss" in row] == [4, 8]
+    assert all(row["tokens"] == 64 and row["skipped"] == 0 for row in updates)
+    assert len({row["batch"] for row in updates}) == 8
+    assert "validation loss" in text
+    assert "done: 8 updates" in text
+    assert (config.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert read_config(config.out) == config
+    assert Checkpoints(config.out).steps() == [8, 4]
+
+
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(finished, copied):
+    shutil.rmtree(copied.out / "checkpoints" / "8")
+    status, text = quietly(copied, resume=True)
+    assert status == 0
+    assert "resumed at update 4" in text
+    assert read_metrics(copied.out) == read_metrics(finished[0].out)
+    _assert_same_state(copied, finished[0], 8)
+
+
+def test_run_can_be_made_longer(copied):
+    status, text = quietly(replace(copied, steps=10), resume=True)
+    assert (status, "resumed at update 8" in text) == (0, True)
+    assert Checkpoints(copied.out).steps()[0] == 10
+    assert [row["step"] for row in read_metrics(copied.out) if "val_loss" in row] == [4, 8, 10]
+
+
+def test_finished_run_resumed_does_nothing(copied):
+    before = (copied.out / "metrics.jsonl").read_bytes()
+    status, text = quietly(copied, resume=True)
+    assert (status, "done: 8 updates" in text) == (0, True)
+    assert (copied.out / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "meta", "missing"])
+def test_damaged_latest_checkpoint_is_set_aside_for_the_last_whole_one(finished, copied, damage):
+    folder = copied.out / "checkpoints" / "8"
+    largest = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    if damage == "cut":
+        largest.write_bytes(data[: len(data) // 2])
+    elif damage == "flipped":
+        data[len(data) // 2] ^= 0x10
+        largest.write_bytes(data)
+    elif damage == "meta":
+        shutil.rmtree(folder / "meta")
+    else:
+        shutil.rmtree(folder / "params")
+    status, text = quietly(copied, resume=True)
+    assert status == 0
+    assert "warning: checkpoint 8" in text
+    assert "resumed at update 4" in text
+    assert [path.name for path in (copied.out / "damaged").iterdir()] == ["8.0"]
+    assert read_metrics(copied.out) == read_metrics(finished[0].out)
+
+
+def test_no_whole_checkpoint_is_an_error_that_keeps_them(copied):
+    for step in (4, 8):
+        shutil.rmtree(copied.out / "checkpoints" / str(step) / "params")
+    with pytest.raises(ValueError, match="none of the checkpoints 8, 4 .* is whole"):
+        quietly(copied, resume=True)
+    assert len(list((copied.out / "damaged").iterdir())) == 2
+
+
+def test_cut_record_is_mended(finished, copied):
+    shutil.rmtree(copied.out / "checkpoints" / "8")
+    path = copied.out / "metrics.jsonl"
+    path.write_text(path.read_text()[:-7])
+    assert quietly(copied, resume=True)[0] == 0
+    assert read_metrics(copied.out) == read_metrics(finished[0].out)
+
+
+def test_run_killed_before_its_first_save_starts_from_its_beginning(finished, copied):
+    shutil.rmtree(copied.out / "checkpoints")
+    status, text = quietly(copied, resume=True)
+    assert (status, "starts from its beginning" in text) == (0, True)
+    assert read_metrics(copied.out) == read_metrics(finished[0].out)
+
+
+def test_used_folder_is_refused_for_a_new_run(finished, tmp_path):
+    with pytest.raises(FileExistsError, match="--resume"):
+        quietly(finished[0])
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        quietly(replace(finished[0], out=tmp_path))
+
+
+def test_left_over_of_a_killed_start_is_no_used_folder(tmp_path):
+    config = small_config(tmp_path, steps=1)
+    (config.out / ".config.json.abc").mkdir(parents=True)
+    assert quietly(config)[0] == 0
+    assert not (config.out / ".config.json.abc").exists()
+
+
+def test_resume_needs_a_run(tmp_path):
+    config = small_config(tmp_path)
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        quietly(config, resume=True)
+    assert not config.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: replace(c, seed=1), "seed: 1337 -> 1"),
+        (lambda c: replace(c, model=replace(c.model, n_layer=3)), "model.n_layer: 2 -> 3"),
+        (lambda c: replace(c, optim=replace(c.optim, lr=1.0)), "optim.lr: 0.003 -> 1.0"),
+        (lambda c: replace(c, data=replace(c.data, order="random")), "data.order"),
+    ],
+)
+def test_resume_with_another_config_is_refused_by_field(copied, change, words):
+    before = (copied.out / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=words):
+        quietly(change(copied), resume=True)
+    assert (copied.out / "config.json").read_bytes() == before
+
+
+def test_resume_with_other_data_is_refused_and_moved_data_is_not(copied, tmp_path):
+    other = write_tokens(tmp_path / "other.bin", 3000, seed=5)
+    with pytest.raises(ValueError, match=r"not the data that the run was trained on"):
+        quietly(replace(copied, data=replace(copied.data, train=other)), resume=True)
+    moved = shutil.copy(copied.data.train, tmp_path / "moved.bin")
+    data = replace(copied.data, train=moved)
+    assert quietly(replace(copied, data=data), resume=True)[0] == 0
+
+
+def test_accumulation_and_mesh_may_change_on_resuming(finished, copied):
+    shutil.rmtree(copied.out / "checkpoints" / "8")
+    model = replace(copied.model, dropout=copied.model.dropout)
+    assert quietly(replace(copied, model=model, loss_chunk=5), resume=True)[0] == 0
+    found, expected = read_metrics(copied.out), read_metrics(finished[0].out)
+    assert [row.get("batch") for row in found] == [row.get("batch") for row in expected]
+    losses = [[row["loss"] for row in rows if "loss" in row] for rows in (found, expected)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_signal_saves_and_says_how_to_go_on(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    _signal_after(monkeypatch, 3)
+    status, text = quietly(config)
+    assert status == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after update 3: saved; go on with --resume" in text
+    assert Checkpoints(config.out).steps() == [3]
+    monkeypatch.undo()
+    assert quietly(config, resume=True)[0] == 0
+    assert [row["step"] for row in read_metrics(config.out) if "val_loss" in row] == [4, 8]
+
+
+def test_signal_during_evaluation_saves_and_the_evaluation_is_made_up_for(
+    finished, tmp_path, monkeypatch
+):
+    config = small_config(tmp_path)
+    evaluate = loop._Run._evaluate
+
+    def signalled(self, data):
+        signal.raise_signal(signal.SIGTERM)
+        return evaluate(self, data)
+
+    monkeypatch.setattr(loop._Run, "_evaluate", signalled)
+    status, text = quietly(config)
+    assert (status, "after update 4" in text) == (128 + signal.SIGTERM, True)
+    monkeypatch.undo()
+    assert quietly(config, resume=True)[0] == 0
+    assert read_metrics(config.out) == read_metrics(finished[0].out)
+
+
+def test_handlers_are_put_back(finished, copied):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    quietly(copied, resume=True)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_updates_that_are_not_finite_stop_the_run_on_its_last_good_state(tmp_path):
+    config = small_config(tmp_path, max_skipped=3)
+    config = replace(config, optim=replace(config.optim, lr=1e30), steps=40)
+    with pytest.raises(TrainingFailed, match=r"not finite in 3 updates in a row, up to update"):
+        quietly(config)
+    rows = [row for row in read_metrics(config.out) if "loss" in row]
+    assert rows[-1]["streak"] >= 3
+    assert all(
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
+        for line in (config.out / "metrics.jsonl").read_text().splitlines()
+    )
+
+
+def test_save_that_fails_ends_the_run_and_keeps_earlier_checkpoints(copied, monkeypatch):
+    def full(*args, **kwargs):
+        raise ValueError("No space left on device")
+
+    longer = replace(copied, steps=12)
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", full)
+    with pytest.raises(TrainingFailed, match="No space left on device; earlier checkpoints"):
+        quietly(longer, resume=True)
+    monkeypatch.undo()
+    assert Checkpoints(copied.out).steps() == [8, 4]
+
+
+def test_bad_token_stops_the_run_with_its_place(tmp_path):
+    config = small_config(tmp_path)
+    tokens = np.fromfile(config.data.train, "<u2")
+    tokens[17] = 999
+    tokens.tofile(config.data.train)
+    with pytest.raises(ValueError, match=r"train.bin: token 17 is 999"):
+        quietly(replace(config, steps=60))
+
+
+def test_run_starts_from_a_model_folder(finished, tmp_path):
+    export(finished[0].out, tmp_path / "model")
+    config = small_config(tmp_path, init_from=tmp_path / "model", steps=1)
+    config = replace(config, optim=replace(config.optim, lr=1e-30, weight_decay=0.0))
+    status, text = quietly(config)
+    assert (status, "the optimizer starts anew" in text) == (0, True)
+    export(config.out, tmp_path / "after")
+    before, after = (to_arrays(jaxslm.load(tmp_path / name)) for name in ("model", "after"))
+    for name, value in before.items():
+        np.testing.assert_array_equal(value, after[name])
+
+
+def test_run_goes_on_from_a_model_folder_with_its_optimizer(finished, tmp_path):
+    export(finished[0].out, tmp_path / "model", step=4, with_optimizer=True)
+    config = small_config(tmp_path, init_from=tmp_path / "model")
+    status, text = quietly(config)
+    assert (status, "goes on at update 4 with AdamW's state" in text) == (0, True)
+    expected = [row for row in read_metrics(finished[0].out) if row["step"] > 4]
+    assert read_metrics(config.out) == expected
+    _assert_same_state(config, finished[0], 8)
+
+
+def test_model_folder_of_another_model_is_refused(finished, tmp_path):
+    export(finished[0].out, tmp_path / "model")
+    config = small_config(tmp_path, init_from=tmp_path / "model")
+    config = replace(config, model=replace(config.model, n_head=4))
+    with pytest.raises(ValueError, match=r"model.n_head is 4, there 2"):
+        quietly(config)
+    assert not config.out.exists()
+
+
+def test_state_that_is_further_than_the_run_is_refused(finished, tmp_path):
+    export(finished[0].out, tmp_path / "model", with_optimizer=True)
+    config = small_config(tmp_path, init_from=tmp_path / "model")
+    with pytest.raises(ValueError, match="stands at update 8, and steps is 8"):
+        quietly(config)
+
+
+def _assert_same_state(one, other, step):
+    """The same parameters and moments, bit for bit."""
+    from train.export import _reader
+
+    arrays = [_reader(config, True)(Checkpoints(config.out), step)[0] for config in (one, other)]
+    assert arrays[0].keys() == arrays[1].keys()
+    for name, value in arrays[0].items():
+        np.testing.assert_array_equal(value, arrays[1][name], err_msg=name)
+
+
+def _signal_after(monkeypatch, step):
+    """A SIGTERM right after an update."""
+    after = loop.Stop.after
+
+    def signalled(self, done):
+        if done == step:
+            signal.raise_signal(signal.SIGTERM)
+        return after(self, done)
+
+    monkeypatch.setattr(loop.Stop, "after", signalled)
