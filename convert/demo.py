@@ -1,9 +1,11 @@
-"""`make demo`: torch checkpoints of the three models, from file to proof and back.
+"""`make demo`: torch checkpoints from file to proof and back, and a model trained here.
 
     python -m convert.demo demo-out
 
 Builds a seeded torch checkpoint of each model in a container of its own, and runs on each what a
 user would type. Real checkpoints in ../shared/checkpoints are taken along where they are present.
+Then a small Ripple is trained on the interpreter's own sources, and taken to torch with its
+optimizer.
 """
 
 import contextlib
@@ -35,6 +37,12 @@ REAL_FILES = {
     "ripple_char.pt": [],
     "ripple_window.pt": [],
 }
+CONFIG = Path(__file__).resolve().parents[1] / "configs" / "ripple_char.py"
+SMALL = {
+    "model.n-layer": 4, "model.n-head": 4, "model.n-embd": 128, "model.block-size": 128,
+    "model.dropout": 0.1, "data.sequence-length": 128, "data.batch-size": 16, "steps": 600,
+    "eval.every": 200, "log.every": 50, "checkpoint.every": 200,
+}  # fmt: skip
 LUMEN = LumenConfig(max_seq_len=256)
 GPT = GPTConfig(block_size=128, vocab_size=2048, n_layer=4, n_head=8, n_kv_head=2, n_embd=256)
 RIPPLE = RippleConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, attention_window=32)
@@ -56,9 +64,13 @@ def main() -> None:
     }  # fmt: skip
     options |= {REAL / name: given for name, given in REAL_FILES.items() if (REAL / name).exists()}
     failed = [path.name for path, given in options.items() if not round_trip(path, given, room)]
-    done, seconds = len(options) - len(failed), time.monotonic() - start
-    print(f"\n{done} of {len(options)} checkpoints converted, proven and back in {seconds:.0f} s")
-    print(f"reports: {room}/*.html")
+    done = len(options) - len(failed)
+    if not train_a_model(room):
+        failed.append("training")
+    seconds = time.monotonic() - start
+    print(f"\n{done} of {len(options)} checkpoints converted, proven and back; a model trained and "
+          f"taken to torch; {seconds:.0f} s")  # fmt: skip
+    print(f"reports: {room}/*.html, losses: {room}/run/loss.png")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
@@ -73,6 +85,20 @@ def round_trip(path: Path, options: list[str], room: Path) -> bool:
         and _run("convert", path, folder, *options)
         and _run("check", path, *options, "--report", report)
         and _run("convert", folder, back)
+    )
+
+
+def train_a_model(room: Path) -> bool:
+    """Prepares data, trains, exports, converts to torch and checks; whether all of it went well."""
+    data, run, folder, back = (room / name for name in ("data", "run", "trained", "trained.pt"))
+    options = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+    return (
+        _run("data", "prepare", "--input", "python-stdlib", "--tokenizer", "byte", "--out", data)
+        and _run("train", CONFIG, "--out", run, "--data.train", data, "--data.val", data, *options)
+        and _run("inspect", run)
+        and _run("export", run, folder, "--with-optimizer")
+        and _run("convert", folder, back, "--with-optimizer")
+        and _run("check", back, "--report", room / "trained.html")
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
@@ -57,7 +57,12 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(
+    data: int,
+    fsdp: int,
+    tensor: int,
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh:
     """A mesh of all the given devices.
 
     Args:
@@ -138,11 +143,6 @@ def axes_of(path: str) -> tuple[str | None, ...]:
         if re.fullmatch(pattern, path):
             return axes
     raise KeyError(f"no row of the sharding table names {path}")
-
-
-def shardings(specs: Mapping[str, PartitionSpec], mesh: Mesh) -> dict[str, NamedSharding]:
-    """The same as shardings on a mesh."""
-    return {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
 
 
 def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:

@@ -38,6 +38,7 @@ class Checkpoints:
 
     def __init__(self, run: Path, config: CheckpointConfig | None = None):
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells its progress there
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # and what we raise ourselves
         self._run, self._config = run.resolve(), config
         self._folder = self._run / FOLDER
         keep: list[Any] = []
@@ -61,6 +62,7 @@ class Checkpoints:
                 create=False,
                 cleanup_tmp_directories=config is not None,
                 save_decision_policy=_Always(),
+                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
                 preservation_policy=policies.AnyPreservationPolicy(keep) if keep else None,
             ),
         )
@@ -69,6 +71,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, the latest first."""
         return sorted(self._manager.all_steps(), reverse=True)
+
+    def folder(self, step: int) -> Path:
+        """Where a checkpoint's files lie."""
+        return self._folder / str(step)
 
     def save(
         self, state: TrainState, meta: Mapping[str, Any], *, val_loss: float | None = None
@@ -82,7 +88,7 @@ class Checkpoints:
         step = int(state.step)
         counters = {name: int(getattr(state, name)) for name in COUNTERS}
         record = {**meta, "counters": counters, "checksums": named_leaves(jax.device_get(sums))}
-        with _as_os_errors(self._folder / str(step)):
+        with _as_os_errors(self.folder(step)):
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -113,7 +119,7 @@ class Checkpoints:
             aside = self._run / "damaged"
             aside.mkdir(exist_ok=True)
             number = len(list(aside.iterdir()))
-            (self._folder / str(step)).rename(aside / f"{step}.{number}")
+            self.folder(step).rename(aside / f"{step}.{number}")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"without {step}")
         return Checkpoints(self._run, self._config)

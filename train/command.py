@@ -13,6 +13,7 @@ from rich.console import Console
 
 from train.config import TrainConfig, read_config
 from train.loop import TrainingFailed, train
+from train.stop import exit_now
 
 USAGE = "usage: jaxslm train CONFIG.py [--FIELD VALUE ...] [--resume]   (or a run's folder)"
 
@@ -57,7 +58,9 @@ def command(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     try:
-        return train(chosen, resume=resume, console=console)
+        status = train(chosen, resume=resume, console=console)
+        exit_now(status)
+        return status
     except TrainingFailed as error:
         return _failed(str(error))
     except jax.errors.JaxRuntimeError as error:

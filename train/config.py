@@ -5,13 +5,56 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jaxslm.models import MODELS, Config, model_name
 from jaxslm.models.config import check_positive
 
 CONFIG_FILE = "config.json"
 FORMAT = "jaxslm-run"
+
+
+def _check_types(config: Any) -> None:
+    """Refuses a field whose value is not of its annotated type (bool is no int; int is a float).
+
+    Raises:
+        TypeError: naming the field, what was expected and what came.
+    """
+    hints = get_type_hints(type(config))
+    for entry in dataclasses.fields(config):
+        value, hint = getattr(config, entry.name), hints[entry.name]
+        if not _fits(value, hint):
+            raise TypeError(f"{entry.name} must be {_in_words(hint)}, got {value!r}")
+        if type(value) is int and float in (hint, *get_args(hint)):
+            object.__setattr__(config, entry.name, float(value))
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return type(value) is str and value in options
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, option) for option in options)
+    if get_origin(hint) is tuple:
+        return (
+            type(value) is tuple and len(value) == len(options) and all(map(_fits, value, options))
+        )
+    if hint is float:
+        return type(value) in (int, float)
+    return isinstance(value, hint) and not (hint is int and type(value) is not int)
+
+
+def _in_words(hint: Any) -> str:
+    """A type as a message names it."""
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_in_words, get_args(hint)))
+    if get_origin(hint) is tuple:
+        return f"a tuple of {', '.join(map(_in_words, get_args(hint)))}"
+    return "None" if hint is type(None) else hint.__name__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +66,8 @@ class DataConfig:
         val: held-out token file or folder; None for no evaluation.
         batch_size: sequences in one update, over all devices and microbatches.
         sequence_length: tokens in a sequence.
+        tokenizer: tokenizer.json or meta.pkl of the data, where its folder is not one of ours; it
+            travels with the model.
         order: "shuffled", every position a target once an epoch; "sequential", as build-nanogpt;
             "random", as nanoGPT.
     """
@@ -31,9 +76,11 @@ class DataConfig:
     val: Path | None = Path("data/val")
     batch_size: int = 8
     sequence_length: int = 256
+    tokenizer: Path | None = None
     order: Literal["shuffled", "sequential", "random"] = "shuffled"
 
     def __post_init__(self):
+        _check_types(self)
         check_positive(self, "batch_size", "sequence_length")
 
 
@@ -77,6 +124,7 @@ class OptimConfig:
     muon_lr: float = 0.02
 
     def __post_init__(self):
+        _check_types(self)
         check_positive(self, "lr", "eps", "muon_lr")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
@@ -120,6 +168,9 @@ class MeshConfig:
     fsdp: int = 1
     tensor: int = 1
 
+    def __post_init__(self):
+        _check_types(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -138,6 +189,7 @@ class CheckpointConfig:
     keep_every: int | None = None
 
     def __post_init__(self):
+        _check_types(self)
         check_positive(self, "every", "keep_last")
         if self.keep_best < 0 or (self.keep_every is not None and self.keep_every < 1):
             raise ValueError("keep_best must be 0 or more and keep_every 1 or more")
@@ -156,6 +208,7 @@ class EvalConfig:
     batches: int | None = 20
 
     def __post_init__(self):
+        _check_types(self)
         check_positive(self, "every")
         if self.batches is not None and self.batches < 1:
             raise ValueError(f"batches must be 1 or more, or None for all, got {self.batches}")
@@ -179,7 +232,10 @@ class LogConfig:
     compilation_cache: bool = True
 
     def __post_init__(self):
+        _check_types(self)
         check_positive(self, "every")
+        if self.profile is not None and not 0 <= self.profile[0] < self.profile[1]:
+            raise ValueError(f"profile must be a first and a later last update: {self.profile}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +256,7 @@ class ClusterConfig:
     process: int | None = None
 
     def __post_init__(self):
+        _check_types(self)
         given = [value is not None for value in (self.coordinator, self.processes, self.process)]
         if any(given) and not all(given):
             raise ValueError("coordinator, processes and process go together: give all three")
@@ -245,6 +302,7 @@ class TrainConfig:
     init_from: Path | None = None
 
     def __post_init__(self):
+        _check_types(self)
         check_positive(self, "steps", "accumulation", "max_skipped")
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk must be 1 or more, or None for all: {self.loss_chunk}")
@@ -272,7 +330,8 @@ class TrainConfig:
 # and keeps, how much memory it takes, how far it goes.
 MAY_CHANGE = (
     "out", "mesh", "checkpoint", "eval", "log", "cluster", "steps", "accumulation", "loss_chunk",
-    "max_skipped", "data.train", "data.val", "model.unroll", "model.remat",
+    "max_skipped", "data.train", "data.val", "data.tokenizer", "init_from", "model.unroll",
+    "model.remat",
 )  # fmt: skip
 
 
@@ -292,12 +351,18 @@ def from_json(content: Any, source: Path) -> TrainConfig:
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{source} is not the config of a training run")
-    if content.get("format_version") != 1 or content.get("model") not in MODELS:
+    if content.get("format_version") != 1 or content.get("model") not in list(MODELS):
         raise ValueError(f"{source} is of a version or model that this jaxslm does not know")
     try:
-        return _build(TrainConfig, content["config"], MODELS[content["model"]][0])
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        return _build("config", TrainConfig, content.get("config"), MODELS[content["model"]][0])
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{source}: {error}") from None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a path is the folder of a training run."""
+    file = path / CONFIG_FILE
+    return file.is_file() and f'"{FORMAT}"' in file.read_text(errors="replace")[:200]
 
 
 def read_config(run: Path) -> TrainConfig:
@@ -320,19 +385,25 @@ def read_config(run: Path) -> TrainConfig:
 def changed(before: TrainConfig, after: TrainConfig) -> list[str]:
     """What of a config would make a resumed run another run: "field: before -> after"."""
     old, new = _leaves(before), _leaves(after)
-    found = [
+    follows = ""
+    if before.optim.schedule == after.optim.schedule != "constant":  # None may be given in full
+        length = old["optim.decay_steps"] = decay_length(before.optim, before.steps)
+        new["optim.decay_steps"] = decay_length(after.optim, after.steps)
+        if before.steps != after.steps:
+            follows = f" (it follows from steps: set optim.decay_steps {length} to keep it)"
+    return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        + (follows if name == "optim.decay_steps" else "")
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
         and not any(name == free or name.startswith(f"{free}.") for free in MAY_CHANGE)
     ]
-    uses_steps = before.optim.schedule != "constant" and before.optim.decay_steps is None
-    if uses_steps and before.steps != after.steps:
-        found.append(
-            f"steps: {before.steps} -> {after.steps} (the schedule follows from it: set "
-            "optim.decay_steps to have it independent)"
-        )
-    return found
+
+
+def decay_length(optim: OptimConfig, steps: int) -> int:
+    """Updates that the schedule's cosine (warm-up included) or last linear phase takes."""
+    whole = steps if optim.schedule == "cosine" else max(steps // 10, 1)
+    return whole if optim.decay_steps is None else optim.decay_steps
 
 
 def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -347,24 +418,23 @@ def _leaves(value: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _build(kind: type, values: Any, model: type) -> Any:
+def _build(name: str, kind: type, values: Any, model: type) -> Any:
     """A dataclass from JSON values, its nested ones too; every field must be there."""
     hints = get_type_hints(kind)
     names = {entry.name for entry in dataclasses.fields(kind)}
+    if not isinstance(values, dict):
+        raise ValueError(f"{name} must be an object of fields, got {values!r}")
     if wrong := names ^ set(values):
-        raise ValueError(f"{kind.__name__} fields are missing or unknown: {', '.join(wrong)}")
+        raise ValueError(
+            f"{kind.__name__} fields are missing or unknown: {', '.join(sorted(wrong))}"
+        )
     built = {}
     for name, value in values.items():
         hint = model if name == "model" else hints[name]
-        options = get_args(hint) or (hint,)
         if dataclasses.is_dataclass(hint):
-            built[name] = _build(hint, value, model)  # type: ignore[arg-type]
-        elif Path in options and value is not None:
+            built[name] = _build(name, hint, value, model)  # type: ignore[arg-type]
+        elif isinstance(value, str) and Path in (hint, *get_args(hint)):
             built[name] = Path(value)
-        elif isinstance(value, list):
-            if get_origin(hint) is not tuple and not any(get_origin(o) is tuple for o in options):
-                raise ValueError(f"{name} must not be a list")
-            built[name] = tuple(value)
         else:
-            built[name] = value
+            built[name] = tuple(value) if isinstance(value, list) else value
     return kind(**built)

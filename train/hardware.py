@@ -6,7 +6,7 @@ from jaxslm.models import Config, RippleConfig
 from jaxslm.weights import abstract_parameters
 
 # Published peak FLOP/s of one device in bfloat16, dense, by the start of JAX's device_kind.
-# Sources: Google Cloud TPU system architecture pages; NVIDIA data sheets (A100, H100, H200 SXM).
+# Sources: Google Cloud TPU system architecture pages; NVIDIA data sheets (SXM unless named).
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -16,7 +16,10 @@ PEAK_FLOPS = {
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
     "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H200 NVL": 836e12,
     "NVIDIA H200": 989e12,
 }
 

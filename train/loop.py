@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,10 @@ class _Run:
     """One run: everything it needs, and its loop."""
 
     def __init__(self, config: TrainConfig, resume: bool, stop: Stop, console: Console):
-        self.config, self.stop, self.console = config, stop, console
         before = _check_folder(config, resume)
+        if before is not None:  # a run that was killed before its first save begins as it began
+            config = replace(config, init_from=before.init_from)
+        self.config, self.stop, self.console = config, stop, console
         paths = abstract_parameters(config.model).keys() - set(config.trained_without)
         optimizer = build_optimizer(config.optim, config.steps, sorted(paths))
         self.layout: Layout = make_layout(config, optimizer)
@@ -179,13 +182,16 @@ class _Run:
         """Mean loss and number of targets over the fixed set; None if a signal came."""
         if self.evaluate is None:
             loss = make_evaluation(self.config)
-            self.evaluate = self._compile(
-                lambda params, inputs_ABT, targets_ABT: loss(
-                    params, _merged(inputs_ABT), _merged(targets_ABT)
-                ),
-                self.state.params,
-                donate=False,
-            )
+            try:
+                self.evaluate = self._compile(
+                    lambda params, inputs_ABT, targets_ABT: loss(
+                        params, _merged(inputs_ABT), _merged(targets_ABT)
+                    ),
+                    self.state.params,
+                    donate=False,
+                )
+            except StopRequested:
+                return None
         sums = []
         for index in range(len(data)):
             if jax.process_count() == 1 and self.stop.signal is not None:
@@ -268,6 +274,9 @@ class _Run:
             lines.append(f"{self.batches.unused:,} tokens of short files are never read")
         if before is not None and before.mesh != config.mesh:
             lines.append("the mesh is another than before: losses agree to rounding")
+        if before is not None and before.accumulation != config.accumulation:
+            masks = ", and dropout draws other masks" if getattr(config.model, "dropout", 0) else ""
+            lines.append(f"accumulation is another than before: losses agree to rounding{masks}")
         return lines
 
 

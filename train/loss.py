@@ -53,7 +53,9 @@ def cross_entropy(
 def _sum(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Sum of the losses of the positions that count."""
     kept_BT = targets_BT != IGNORED
-    index_BT1 = jnp.where(kept_BT, targets_BT, 0)[..., None]
+    # A negative index would be counted from the end of the vocabulary.
+    index_BT = jnp.where(targets_BT < 0, logits_BTV.shape[-1], targets_BT)
+    index_BT1 = jnp.where(kept_BT, index_BT, 0)[..., None]
     chosen_BT = jnp.take_along_axis(
         logits_BTV, index_BT1, axis=-1, mode="fill", fill_value=jnp.nan
     )[..., 0]

@@ -77,7 +77,9 @@ class Metrics:
         self._then, self._tokens, self._lost = now, 0, 0.0
         shown = {key: row[key] for key in ("loss", "grad_norm", "learning_rate", "skipped")}
         shown["tokens_per_second"] = speed
-        words = f"loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
+        shown = {name: value for name, value in shown.items() if value is not None}
+        loss = "not finite" if row["loss"] is None else f"{row['loss']:.4f}"
+        words = f"loss {loss}  {speed:,.0f} tokens/s"
         if self._peak is not None:
             shown["mfu"] = speed * self._flops / self._peak
             words += f"  MFU {shown['mfu']:.1%}"

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from train.config import OptimConfig
+from train.config import OptimConfig, decay_length
 
 # Parameters that are matrices for Muon: reduced axes, output axes of the stacked array.
 MATRICES: tuple[tuple[str, MuonDimensionNumbers], ...] = (
@@ -41,7 +41,7 @@ def learning_rate(config: OptimConfig, steps: int, peak: float | None = None) ->
     peak = config.lr if peak is None else peak
     final = config.final_lr * peak / config.lr
     warmup = config.warmup_steps
-    length = config.decay_steps or (steps if config.schedule == "cosine" else max(steps // 10, 1))
+    length = decay_length(config, steps)
     if config.schedule == "cosine" and length <= warmup:
         raise ValueError(
             f"a cosine over {length} steps must be longer than its warm-up of {warmup}: set "
@@ -54,7 +54,7 @@ def learning_rate(config: OptimConfig, steps: int, peak: float | None = None) ->
         )
 
     def schedule(count: Any) -> jax.Array:
-        count = jnp.asarray(count)
+        count = jnp.asarray(count, float)  # float64 in x64 mode, where int32 / int is float32
         rise = peak * (count + 1) / (warmup + (config.warmup == "nanogpt"))
         if config.schedule == "cosine":
             done = jnp.clip((count - warmup) / (length - warmup), 0.0, 1.0)
@@ -91,17 +91,17 @@ def build_optimizer(
     )
     if config.name == "adamw":
         return adamw
-    numbers: Any = {path: muon_numbers(path) for path in trained}
-    return optax.contrib.muon(
+    # optax's muon would give the rest Nesterov's momentum and decay all of it, so it gets no rest.
+    numbers: Any = {path: muon_numbers(path) or optax.MaskedNode() for path in trained}
+    muon = optax.contrib.muon(
         learning_rate(config, steps, config.muon_lr),
         weight_decay=config.weight_decay,
         weight_decay_mask=mask,
-        adam_b1=b1,
-        adam_b2=b2,
-        eps=config.eps,
-        adam_weight_decay=config.weight_decay,
-        adam_learning_rate=learning_rate(config, steps),
         muon_weight_dimension_numbers=numbers,
+    )
+    return optax.partition(
+        {"muon": muon, "adamw": adamw},
+        {path: "muon" if muon_numbers(path) else "adamw" for path in trained},
     )
 
 
@@ -134,7 +134,7 @@ def scale_by_torch_adam(b1: float, b2: float, eps: float) -> optax.GradientTrans
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        first = jax.tree.map(lambda g, m: m + (1 - b1) * (g - m), updates, state.mu)
+        first = jax.tree.map(lambda g, m: _lerp(m, g, 1 - b1), updates, state.mu)
         second = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g * g, updates, state.nu)
         correction1, correction2 = _correction(b1, count), _correction(b2, count)
 
@@ -178,6 +178,13 @@ def _parts(state: Any) -> list[Any]:
 
 def _is_part(value: Any) -> bool:
     return isinstance(value, optax.ScaleByAdamState | optax.ScaleByScheduleState)
+
+
+def _lerp(start: jax.Array, end: jax.Array, weight: float) -> jax.Array:
+    """From the nearer end, as `torch.lerp`."""
+    if weight < 0.5:
+        return start + weight * (end - start)
+    return end - (1 - weight) * (end - start)
 
 
 def _correction(beta: float, count: jax.Array) -> jax.Array:

@@ -171,13 +171,13 @@ def checksum(*arrays: jax.Array) -> jax.Array:
     total = jnp.zeros((), jnp.uint32)
     for number, array in enumerate(arrays):
         flat = array.reshape(-1)
-        bits = jax.lax.bitcast_convert_type(flat, _UNSIGNED[flat.dtype.itemsize])
+        bits = jax.lax.bitcast_convert_type(flat, _UNSIGNED[flat.dtype.itemsize]).reshape(-1)
         start = jnp.uint32(number * 0x9E3779B9 % 2**32)
-        odd = 2 * jax.lax.iota(jnp.uint32, flat.size) + jnp.uint32(1)
+        odd = 2 * jax.lax.iota(jnp.uint32, bits.size) + jnp.uint32(1)
         mixed = (bits.astype(jnp.uint32) + start + jnp.uint32(0x7F4A7C15)) * odd
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA6B)
         total = total + jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)
     return total
 
 
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}  # 8: two words

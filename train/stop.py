@@ -12,9 +12,11 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+WORKING = "jaxslm: work that cannot be interrupted"
+
 
 class StopRequested(Exception):
-    """A signal came while nothing was there that needs saving."""
+    """A signal came where the work at hand cannot go on."""
 
     def __init__(self, number: int):
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -59,8 +61,8 @@ class Stop:
     def during(self, work: Callable[[], Any]) -> Any:
         """Does work that cannot be interrupted, such as a compilation, in a thread of its own.
 
-        If a signal comes, the process ends at once with the signal's status: nothing is lost that a
-        checkpoint does not hold.
+        Raises:
+            StopRequested: a signal came; the work is left to its thread (see `exit_now`).
         """
         future: Future[Any] = Future()
 
@@ -70,21 +72,23 @@ class Stop:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=target, daemon=True).start()
-        while True:
-            try:
-                return future.result(timeout=0.1)
-            except TimeoutError:
-                if future.done():
-                    raise  # the work's own
-            if self.signal is not None:
-                name = signal.Signals(self.signal).name
-                print(f"\njaxslm: stopped by {name} while compiling", file=sys.stderr, flush=True)
-                sys.stdout.flush()
-                os._exit(128 + self.signal)
+        threading.Thread(target=target, name=WORKING, daemon=True).start()
+        while not future.done():
+            with contextlib.suppress(TimeoutError):
+                future.exception(timeout=0.1)
+            self.check()
+        return future.result()
 
     def _note(self, number: int, frame: object) -> None:
         del frame
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
+
+
+def exit_now(status: int) -> None:
+    """Ends the process, without a compilation that was left to its thread holding it up."""
+    if any(thread.name == WORKING for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

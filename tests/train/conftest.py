@@ -1,6 +1,9 @@
 """Programs compiled by one test are found by the next; a finished run that tests may copy."""
 
+import gc
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -21,6 +24,13 @@ def compiled_once(tmp_path_factory) -> Iterator[None]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """What a test leaves is collected within it."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> tuple[TrainConfig, str]:
     """A run of 8 updates with checkpoints at 4 and 8, and what it printed; not to be changed."""
@@ -33,9 +43,6 @@ def finished(tmp_path_factory) -> tuple[TrainConfig, str]:
 @pytest.fixture
 def copied(finished, tmp_path) -> TrainConfig:
     """A copy of the finished run."""
-    import shutil
-    from dataclasses import replace
-
     config, _ = finished
     shutil.copytree(config.out, tmp_path / "run")
     return replace(config, out=Path(tmp_path / "run"))
