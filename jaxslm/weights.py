@@ -23,7 +23,7 @@ from jaxslm.safetensors_io import TensorSpec, map_tensors, write_tensors
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 FORMAT_VERSION = 2
-OWNED_FILES = (CONFIG_FILE, WEIGHTS_FILE, "parity.json", "optimizer.safetensors")
+OWNED_FILES = (CONFIG_FILE, WEIGHTS_FILE, "parity.json", "optimizer.safetensors", "tokenizer.json")
 
 
 def load(path: str | Path) -> Model:
