@@ -4,6 +4,7 @@ import gc
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,14 +15,22 @@ from train.config import TrainConfig
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_once(tmp_path_factory) -> Iterator[None]:
-    """A compilation cache for the session."""
-    before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+def quick_programs(tmp_path_factory) -> Iterator[None]:
+    """Compiling is nearly all the time of a small run: XLA tries less, and keeps what it made."""
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    settings = {
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("xla")),
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", partial(jax.jit, compiler_options=options))
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture
