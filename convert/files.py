@@ -5,16 +5,24 @@ import json
 import platform
 import re
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from convert.casting import cast, float_dtype
+from convert.checkpoint.layout import OPTIMIZER_KEYS
+from convert.optimizer import (
+    STEP_KEYS,
+    TorchOptimizer,
+    moment_arrays,
+    open_optimizer,
+    torch_optimizer_state,
+    training_checkpoint,
+)
 from convert.parity.subject import recorded_digests
 from convert.reader import Reader, sha256
 from convert.resolve import CHOICES
@@ -23,6 +31,7 @@ from convert.transform import torch_arrays, with_aliases
 from convert.transpose import contiguous
 from jaxslm.files import atomic_output, check_destination
 from jaxslm.models import Config
+from jaxslm.optimizer_file import OPTIMIZER_FILE, map_optimizer, write_optimizer
 from jaxslm.safetensors_io import TensorSpec, write_tensors
 from jaxslm.weights import OWNED_FILES, map_folder, write_folder
 
@@ -45,6 +54,8 @@ class Converted:
         nbytes: size of the weights written.
         identical: tensors whose bytes are those of the checkpoint that the model folder was
             converted from; None where that is not known.
+        moments: number of the optimizer's tensors in torch.
+        identical_moments: the same for these.
         notes: what the user should know.
     """
 
@@ -54,6 +65,8 @@ class Converted:
     parameters: int
     nbytes: int
     identical: int | None
+    moments: int = 0
+    identical_moments: int | None = None
     notes: tuple[str, ...]
 
 
@@ -64,6 +77,7 @@ def torch_to_folder(
     overrides: tuple[str, ...] = (),
     preset: str | None = None,
     dtype: str | None = None,
+    with_optimizer: bool = False,
     allow_nonfinite: bool = False,
     overwrite: bool = False,
     check: Callable[[TorchSource], Mapping[str, Any]] | None = None,
@@ -75,18 +89,20 @@ def torch_to_folder(
         destination: folder to create.
         overrides: "field=value" for config fields that the file does not give.
         preset: name of a config of the original.
-        dtype: cast every parameter to this; None keeps each tensor's own.
-        allow_nonfinite: accept NaN and infinities in the weights.
+        dtype: cast every parameter to this; None keeps each tensor's own. Moments keep theirs.
+        with_optimizer: convert the state of torch's AdamW too, to optimizer.safetensors.
+        allow_nonfinite: accept NaN and infinities in the weights and moments.
         overwrite: replace an earlier model folder.
         check: called before anything is written; its result is recorded.
 
     Raises:
-        ValueError: as `convert.to_jax`.
+        ValueError: as `convert.to_jax` and `convert.optimizer.open_optimizer`.
         OSError: a file cannot be read or written, or the destination exists.
     """
     _keep_source(source, destination)
     check_destination(destination, overwrite=overwrite, owns=OWNED_FILES)
     opened = open_torch(source, overrides=overrides, preset=preset, cast=dtype is not None)
+    optimizer = open_optimizer(opened) if with_optimizer else None
     figures = None if check is None else check(opened)
     with (
         atomic_output(destination, overwrite=overwrite, owns=OWNED_FILES) as folder,
@@ -96,17 +112,12 @@ def torch_to_folder(
     ):
         files = {path: hasher.submit(_file_sha256, path) for path in opened.checkpoint.files}
         specs = reader.specs()
-        # One parameter is assembled while the one before it is written.
-        order = iter(opened.leaves)
-        coming = [assembler.submit(reader.parameter, next(order))]
-
-        def read(path: str) -> np.ndarray:
-            found = coming.pop().result()
-            coming.extend(assembler.submit(reader.parameter, leaf) for leaf in islice(order, 1))
-            return found
-
-        write_folder(folder, opened.config, specs, read)
+        write_folder(folder, opened.config, specs, reader.read_ahead(assembler))
         digests = reader.finish(allow_nonfinite=allow_nonfinite)
+        moments = {}
+        if optimizer is not None:
+            path = folder / OPTIMIZER_FILE
+            moments = _write_moments(path, optimizer, assembler, allow_nonfinite=allow_nonfinite)
         record = {
             "jaxslm": _version("jaxslm"),
             "versions": {
@@ -124,10 +135,10 @@ def torch_to_folder(
             "tensors": _tensor_records(opened, digests),
             "check": figures,
         }
+        if optimizer is not None:
+            record["moments"] = _tensor_records(optimizer.moments, moments)
         (folder / PARITY_FILE).write_text(json.dumps(record, indent=1) + "\n")
-    extras = opened.checkpoint.extras
-    notes = [f"not converted: {name} ({what})" for name, what in extras.items()]
-    notes += [
+    notes = _notes(opened, optimizer) + [
         f"not used: {', '.join(names)} in {source_name}"
         for source_name, names in opened.resolved.unused.items()
     ]
@@ -138,6 +149,7 @@ def torch_to_folder(
         parameters=sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs.values()),
         nbytes=sum(spec.nbytes for spec in specs.values()),
         identical=None,
+        moments=len(moments),
         notes=tuple(notes),
     )
 
@@ -148,6 +160,7 @@ def folder_to_torch(
     *,
     dtype: str | None = None,
     shard_size: int | None = None,
+    with_optimizer: bool = False,
     overwrite: bool = False,
 ) -> Converted:
     """Converts a model folder to torch files that the original loads with strict=True.
@@ -156,12 +169,15 @@ def folder_to_torch(
         source: model folder.
         destination: a .pt, .pth or .bin file (needs torch), a .safetensors file, or, without a
             suffix, a folder of safetensors shards with index and config.json.
-        dtype: cast every tensor to this; None keeps each parameter's own.
+        dtype: cast every tensor to this; None keeps each parameter's own. Moments keep theirs.
         shard_size: largest size of a shard in bytes, for a folder; None for 5 GB.
+        with_optimizer: write a training checkpoint with the state of AdamW, which the original's
+            optimizer loads; for a .pt, .pth or .bin file.
         overwrite: replace an earlier output.
 
     Raises:
-        ValueError: the folder is damaged, or a cast overflows, or the destination makes no sense.
+        ValueError: the folder is damaged or has no optimizer state, or a cast overflows, or the
+            destination makes no sense.
         ImportError: a .pt file was asked for and torch is not installed.
         OSError: a file cannot be read or written, or the destination exists.
     """
@@ -173,16 +189,29 @@ def folder_to_torch(
         )
     if shard_size is not None and suffix:
         raise ValueError("--shard-size is for a folder: name the output without a suffix")
+    if with_optimizer and suffix not in TORCH_SUFFIXES:
+        raise ValueError(f"--with-optimizer needs a .pt, .pth or .bin file; {destination} is none")
     _keep_source(source, destination)
     check_destination(destination, overwrite=overwrite, owns=TORCH_FOLDER_FILES)
     config, arrays = map_folder(source)
+    optimizer = map_optimizer(source) if with_optimizer else None
+    if with_optimizer and optimizer is None:
+        raise ValueError(
+            f"{source} has no {OPTIMIZER_FILE}: leave --with-optimizer out, or convert the torch "
+            "checkpoint with it again"
+        )
     state = torch_arrays(config, arrays)
+    moments = {} if optimizer is None else moment_arrays(config, optimizer)
     target = None if dtype is None else float_dtype(dtype)
     before = recorded_digests(source)
+    before_moments = _recorded_moments(source)
     after: dict[str, str] = {}
 
     def tensor(key: str) -> np.ndarray:
-        array = contiguous(cast(state[key], target or state[key].dtype, key))
+        stored = (
+            moments[key] if key in moments else cast(state[key], target or state[key].dtype, key)
+        )
+        array = contiguous(stored)
         after[key] = sha256(array)
         return array
 
@@ -190,8 +219,14 @@ def folder_to_torch(
         if suffix in TORCH_SUFFIXES:
             from convert.torch_io import from_numpy, save_state_dict
 
-            tensors = {key: from_numpy(tensor(key)) for key in state}
-            save_state_dict(path, with_aliases(config, tensors))
+            content: dict[str, Any] = with_aliases(
+                config, {key: from_numpy(tensor(key)) for key in state}
+            )
+            if optimizer is not None:
+                tensors = {name: from_numpy(tensor(name)) for name in moments}
+                built = torch_optimizer_state(config, optimizer, tensors)
+                content = training_checkpoint(config, content, built, optimizer.step)
+            save_state_dict(path, content)
         else:
             owners = with_aliases(config, {key: key for key in state})
             specs = {
@@ -204,14 +239,22 @@ def folder_to_torch(
                 write_tensors(path, specs, lambda key: tensor(owners[key]), metadata)
             else:
                 _write_shards(path, specs, lambda key: tensor(owners[key]), said, shard_size)
+    same_moments, notes = None, ()
+    if before_moments and optimizer is not None:
+        same_moments = _equal(before_moments, after)
+        notes = (f"{same_moments} of {len(moments)} moments of the optimizer have its bytes too",)
+    elif optimizer is None and (source / OPTIMIZER_FILE).exists():
+        notes = (f"not converted: {OPTIMIZER_FILE}; pass --with-optimizer to convert it too",)
     return Converted(
         destination=destination,
         config=config,
         tensors=len(state),
         parameters=sum(array.size for array in state.values()),
         nbytes=sum(array.size * (target or array.dtype).itemsize for array in state.values()),
-        identical=None if before is None else sum(before.get(k) == v for k, v in after.items()),
-        notes=(),
+        identical=None if before is None else _equal(before, after),
+        moments=len(moments),
+        identical_moments=same_moments,
+        notes=notes,
     )
 
 
@@ -220,6 +263,36 @@ def _keep_source(source: Path, destination: Path) -> None:
     where, to = source.resolve(), destination.resolve()
     if where == to or to in where.parents:
         raise ValueError(f"{destination} holds the source {source}: name another output")
+
+
+def _write_moments(
+    path: Path, optimizer: TorchOptimizer, assembler: Executor, *, allow_nonfinite: bool
+) -> dict[str, str]:
+    """Writes optimizer.safetensors; the SHA-256 of each of torch's tensors."""
+    with Reader(optimizer.moments, None) as reader:
+        write_optimizer(
+            path, reader.specs(), reader.read_ahead(assembler),
+            count=optimizer.count, groups=optimizer.groups, step=optimizer.step,
+        )  # fmt: skip
+        return reader.finish(allow_nonfinite=allow_nonfinite)
+
+
+def _notes(source: TorchSource, optimizer: TorchOptimizer | None) -> list[str]:
+    """What of a checkpoint was converted beside the weights, and what was not."""
+    extras = dict(source.checkpoint.extras)
+    notes = []
+    label = next((name for name in extras if name in OPTIMIZER_KEYS), None)
+    if optimizer is not None:
+        done = {label, *(STEP_KEYS if optimizer.step is not None else ())}
+        extras = {name: what for name, what in extras.items() if name not in done}
+        notes.append(
+            f"optimizer: AdamW after {optimizer.count:,} updates, "
+            f"{len(optimizer.moments.checkpoint.tensors)} moments"
+        )
+        notes += [f"{path} has no moments: torch never updated it" for path in optimizer.without]
+    elif label is not None:
+        extras[label] += "; pass --with-optimizer to convert it too"
+    return notes + [f"not converted: {name} ({what})" for name, what in extras.items()]
 
 
 def _write_shards(
@@ -260,6 +333,20 @@ def _tensor_records(source: TorchSource, digests: Mapping[str, str]) -> dict[str
         for leaf in source.leaves
         for part in leaf.parts
     }
+
+
+def _equal(before: Mapping[str, str], after: Mapping[str, str]) -> int:
+    """How many digests are as they were."""
+    return sum(before.get(name) == digest for name, digest in after.items())
+
+
+def _recorded_moments(folder: Path) -> dict[str, str] | None:
+    """SHA-256 of the moments that a folder was converted from, where parity.json says so."""
+    try:
+        record = json.loads((folder / PARITY_FILE).read_text())
+        return {name: tensor["sha256"] for name, tensor in record["moments"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def _file_sha256(path: Path) -> str:

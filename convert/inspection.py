@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from convert.adamw import describe_optimizer
 from convert.checkpoint.containers import Checkpoint
 from convert.checkpoint.lazy_tensor import LazyTensor, printable
 from convert.parity.subject import recorded_digests
@@ -15,6 +16,7 @@ from convert.resolve import Resolved
 from convert.rules import Table, faults, is_ignored
 from convert.source import identify
 from jaxslm.models import model_name
+from jaxslm.optimizer_file import map_optimizer
 from jaxslm.weights import is_model_folder, map_folder
 
 
@@ -59,6 +61,7 @@ def inspect_path(
         "stripped_prefixes": list(checkpoint.stripped),
         "buffers": sorted(checkpoint.tensors.keys() - tensors.keys()),
         "also_holds": dict(checkpoint.extras),
+        "optimizer": checkpoint.optimizer and describe_optimizer(checkpoint.optimizer),
         "not_used": {source: list(names) for source, names in resolved.unused.items()},
         "faults": _faults(checkpoint, resolved),
     }
@@ -66,6 +69,7 @@ def inspect_path(
 
 def _model_folder(path: Path) -> dict[str, Any]:
     config, arrays = map_folder(path)
+    optimizer = map_optimizer(path)
     return {
         "path": str(path),
         "container": "model folder",
@@ -77,6 +81,8 @@ def _model_folder(path: Path) -> dict[str, Any]:
         "config": {
             name: {"value": value, "from": "config.json"} for name, value in asdict(config).items()
         },
+        "optimizer": optimizer
+        and f"AdamW after {optimizer.count:,} updates, groups: {len(optimizer.groups)}",
         "converted_from_torch": recorded_digests(path) is not None,
         "faults": [],
     }
@@ -128,6 +134,7 @@ def print_inspection(found: dict[str, Any], console: Console) -> None:
         "prefixes": ", ".join(found.get("stripped_prefixes", ())),
         "buffers": f"{len(found['buffers'])} ignored" if found.get("buffers") else "",
         "also holds": "; ".join(f"{k}: {v}" for k, v in found.get("also_holds", {}).items()),
+        "optimizer": found["optimizer"] or "",
         "not used": "; ".join(
             f"{', '.join(names)} in {source}" for source, names in found.get("not_used", {}).items()
         ),

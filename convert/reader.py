@@ -2,7 +2,9 @@
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import islice
 from types import TracebackType
 
 import numpy as np
@@ -54,6 +56,18 @@ class Reader:
         return assemble(
             leaf, lambda key: cast(self._tensor(key), dtype, key), dtype, pool=self._pool
         )
+
+    def read_ahead(self, assembler: Executor) -> Callable[[str], np.ndarray]:
+        """Parameters in the source's order; one is assembled while the one before it is used."""
+        order = iter(self.source.leaves)
+        coming = [assembler.submit(self.parameter, next(order))]
+
+        def read(path: str) -> np.ndarray:
+            found = coming.pop().result()
+            coming.extend(assembler.submit(self.parameter, leaf) for leaf in islice(order, 1))
+            return found
+
+        return read
 
     def finish(self, *, allow_nonfinite: bool) -> dict[str, str]:
         """Waits for the checksums and says what was found.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -27,15 +28,15 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-def save_state_dict(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a raw state dict that `torch.load(weights_only=True)` reads.
+def save_state_dict(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a state dict, or a checkpoint around one, that `torch.load(weights_only=True)` reads.
 
     Raises:
         OSError: it cannot be written.
     """
     with path.open("xb") as file:
         try:
-            torch.save(dict(tensors), file)
+            torch.save(dict(content), file)
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # a full disk, which torch gives no name
                 raise error.__context__ from None

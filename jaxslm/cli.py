@@ -1,4 +1,4 @@
-"""The command line: jaxslm inspect | convert | check."""
+"""The command line: jaxslm inspect | convert | check | data | train | export."""
 
 import contextlib
 import json
@@ -38,8 +38,8 @@ def inspect(
 
     Prints the model, its config and where each field comes from, parameters, dtypes, tied tensors,
     what else the file holds (optimizer, step), and whether the tensors fit. Takes .pt, .pth and
-    .bin files (old and new format), .safetensors, sharded safetensors, and model folders. No torch
-    is needed, and no code in the file is ever run.
+    .bin files (old and new format), .safetensors, sharded safetensors, model folders, and the
+    folders of training runs. No torch is needed, and no code in the file is ever run.
 
     Example: jaxslm inspect ckpt.pt
 
@@ -48,7 +48,14 @@ def inspect(
         json: print JSON.
     """
     from convert.inspection import inspect_path, print_inspection
+    from train.config import is_run
 
+    if is_run(source):
+        from train.inspection import inspect_run, print_run
+
+        run = inspect_run(source)
+        _print_json(run) if json else print_run(run, _console())
+        return 0
     found = inspect_path(source, overrides=config, preset=preset)
     if json:
         _print_json(found)
@@ -66,6 +73,7 @@ def convert(
     preset: Preset = None,
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None,
     shard_size: str | None = None,
+    with_optimizer: bool = False,
     allow_nonfinite: bool = False,
     check: bool = False,
     overwrite: bool = False,
@@ -85,6 +93,9 @@ def convert(
         destination: model folder, or torch file or folder, to create.
         dtype: cast every tensor; a number that overflows is an error.
         shard_size: largest shard of a safetensors folder, such as 500MB or 5GB.
+        with_optimizer: convert the state of torch's AdamW too, as optimizer.safetensors in the
+            folder; the way back then writes a training checkpoint. Moments keep their own dtype,
+            whatever --dtype says.
         allow_nonfinite: convert weights that hold NaN or infinity.
         check: run `jaxslm check` first, record its figures, and write nothing if it fails.
         overwrite: replace an earlier output.
@@ -92,6 +103,7 @@ def convert(
     from convert.files import TORCH_SUFFIXES, folder_to_torch, parse_size, torch_to_folder
     from jaxslm.weights import is_model_folder
 
+    _refuse_run(source)
     if is_model_folder(source):
         if config or preset or allow_nonfinite or check:
             raise ValueError(
@@ -100,8 +112,9 @@ def convert(
             )
         size = None if shard_size is None else parse_size(shard_size)
         done = folder_to_torch(
-            source, destination, dtype=dtype, shard_size=size, overwrite=overwrite
-        )
+            source, destination, dtype=dtype, shard_size=size, with_optimizer=with_optimizer,
+            overwrite=overwrite,
+        )  # fmt: skip
     else:
         if shard_size is not None:
             raise ValueError("--shard-size is for conversion from a model folder to torch")
@@ -112,7 +125,7 @@ def convert(
             )
         done = torch_to_folder(
             source, destination, overrides=config, preset=preset, dtype=dtype,
-            allow_nonfinite=allow_nonfinite, overwrite=overwrite,
+            with_optimizer=with_optimizer, allow_nonfinite=allow_nonfinite, overwrite=overwrite,
             check=_check_before if check else None,
         )  # fmt: skip
     console = _console()
@@ -141,6 +154,9 @@ def check(
     lengths: tuple[int, ...] = (),
     bfloat16: bool = False,
     seed: int = 0,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    accumulation: int | None = None,
     json: Path | None = None,
     report: Path | None = None,
 ) -> int:
@@ -148,8 +164,11 @@ def check(
 
     Climbs a ladder: weights' bytes, RoPE tables, embedding, every layer, logits, loss, the gradient
     of every tensor, one AdamW step, 20 greedy tokens; in float64 against torch in float64 (limit
-    1e-10 relative) and in float32 against torch's own float32 error (limit 4 times). Exit status 0
-    if all passes, 1 if not, 2 for bad input. Needs torch.
+    1e-10 relative) and in float32 against torch's own float32 error (limit 4 times). With --steps
+    it also trains both for that many updates, by the original's recipe and on from the checkpoint's
+    AdamW if it holds one: losses agree to 1e-9 in float64, and so they do after ten steps in torch
+    are converted and go on in JAX, and the other way round. Exit status 0 if all passes, 1 if not,
+    2 for bad input. Needs torch.
 
     Example: jaxslm check ckpt.pt --report parity.html
 
@@ -158,9 +177,13 @@ def check(
         against: a torch class in a file of yours, FILE.py:CLASS, in place of our counterpart. The
             file is run; the class is called with its config.
         tokens: raw uint16 file of token ids (as nanoGPT writes), in place of random tokens.
-        lengths: sequence lengths of the forward passes, in place of the model's edges.
+        lengths: sequence lengths of the forward passes, in place of the model's edges; training
+            takes the longest, in place of 128.
         bfloat16: climb the ladder in bfloat16 too.
-        seed: of the random tokens.
+        seed: of the random tokens and of the batches.
+        steps: train both sides for this many updates too; 100 say most.
+        batch_size: sequences in an update of --steps; 4 by default.
+        accumulation: microbatches that its batch is cut into; 2 by default.
         json: write the whole report as JSON.
         report: write it as one self-contained HTML page, with figures.
     """
@@ -172,11 +195,21 @@ def check(
             _check_report_path(output, mark)
     if json is not None and report is not None and json.resolve() == report.resolve():
         raise ValueError(f"--json and --report both name {json}: name two files")
+    _refuse_run(source)
     subject = load_subject(source, overrides=config, preset=preset)
     real = None if tokens is None else _read_tokens(tokens)
+    training = None
+    if steps is None and (batch_size, accumulation) != (None, None):
+        raise ValueError("--batch-size and --accumulation are of the updates of --steps: give it")
+    if steps is not None:
+        training = _training(
+            subject.config, source, config, preset, steps=steps,
+            batch_size=4 if batch_size is None else batch_size,
+            accumulation=2 if accumulation is None else accumulation, length=max(lengths, default=None),
+        )  # fmt: skip
     result = _run_check(
         subject, against=against, tokens=real, lengths=lengths or None, seed=seed,
-        dtypes=("float32", "bfloat16") if bfloat16 else ("float32",),
+        training=training, dtypes=("float32", "bfloat16") if bfloat16 else ("float32",),
     )  # fmt: skip
     print_report(result, _console())
     if json is not None:
@@ -188,8 +221,109 @@ def check(
     return 0 if result.passed else FAILED
 
 
+@app.command
+def data(
+    action: Positional[Literal["prepare"]],
+    /,
+    input: Annotated[tuple[str, ...], arg(metavar="PATH ...")],
+    tokenizer: str,
+    out: Path,
+    val_fraction: float = 0.1,
+    field: str = "text",
+    overwrite: bool = False,
+) -> int:
+    """Turn text into token files for training.
+
+    Writes OUT/train, OUT/val and the tokenizer. Inputs are .txt files, .jsonl files, folders of
+    source code, and `python-stdlib`, the running interpreter's own sources.
+
+    Example: jaxslm data prepare --input book.txt --tokenizer bpe:2048 --out data/
+
+    Args:
+        action: prepare.
+        input: files, folders, or python-stdlib.
+        tokenizer: byte; char; bpe:N, trained on the input to N ids; or the path of a tokenizer.json
+            or a meta.pkl.
+        out: folder to create.
+        val_fraction: share of the text that is held out.
+        field: of each line of a .jsonl file.
+        overwrite: replace an earlier output of this command.
+    """
+    del action
+    from rich.console import Console
+
+    from train.prepare import prepare
+
+    with Console(stderr=True).status("preparing") as status:
+        done = prepare(
+            input, tokenizer=tokenizer, out=out, val_fraction=val_fraction, field=field,
+            overwrite=overwrite, progress=status.update,
+        )  # fmt: skip
+    _console().print(str(done))
+    return 0
+
+
+@app.command
+def train(config: Positional[Path], /, resume: bool = False) -> int:
+    """Train a model by a config file; `jaxslm train CONFIG.py --help` lists its fields.
+
+    Example: jaxslm train configs/lumen_3m.py --optim.lr 1e-3 --out runs/first
+
+    Args:
+        config: a Python file that sets `config`, or the folder of a run.
+        resume: go on from the run's latest whole checkpoint.
+    """
+    raise AssertionError("main() hands these arguments to train.command")
+
+
+@app.command
+def export(
+    run: Positional[Path],
+    destination: Positional[Path],
+    /,
+    step: int | None = None,
+    with_optimizer: bool = False,
+    overwrite: bool = False,
+) -> int:
+    """Write a checkpoint of a training run as a model folder.
+
+    Example: jaxslm export runs/first out/ && jaxslm convert out/ model.pt
+
+    Args:
+        run: the run's folder.
+        destination: model folder to create.
+        step: of the checkpoint; the latest that is whole by default.
+        with_optimizer: AdamW's state too, for `convert --with-optimizer` or `--init-from`.
+        overwrite: replace an earlier model folder.
+    """
+    from train.export import export as export_run
+
+    done = export_run(
+        run, destination, step=step, with_optimizer=with_optimizer, overwrite=overwrite
+    )
+    console = _console()
+    for note in done.notes:
+        console.print(note)
+    console.print(
+        f"{destination}: {type(done.config).__name__}, {done.parameters:,} parameters, "
+        f"update {done.step}"
+    )
+    return 0
+
+
 class ParityFailed(Exception):
     """The check that a conversion was asked to pass has failed; its report is printed."""
+
+
+def _refuse_run(source: Path) -> None:
+    """A training run is no checkpoint to convert."""
+    from train.config import is_run
+
+    if is_run(source):
+        raise ValueError(
+            f"{source} is a training run: make a model folder of it first, by "
+            f"`jaxslm export {source} out/`"
+        )
 
 
 def _check_before(source) -> dict[str, object]:
@@ -202,6 +336,19 @@ def _check_before(source) -> dict[str, object]:
     if not result.passed:
         raise ParityFailed("parity failed: nothing was written")
     return figures(result)
+
+
+def _training(model, source: Path, overrides: tuple[str, ...], preset: str | None, **asked):
+    """What `check --steps` asks for: the original's recipe, our step, the checkpoint's AdamW."""
+    from convert.parity.training_plan import Asked, source_optimizer
+    from jaxslm.models import model_name
+    from train.config import RECIPES
+    from train.trajectory import Trainer
+
+    optimizer, note = source_optimizer(source, overrides=overrides, preset=preset)
+    return Asked(
+        trainer=Trainer, recipe=RECIPES[model_name(model)], optimizer=optimizer, note=note, **asked
+    )
 
 
 def _run_check(subject, **options):
@@ -304,6 +451,11 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: in place of the process's own.
     """
     with _short_errors():
+        words = sys.argv[1:] if arguments is None else arguments
+        if words[:1] == ["train"]:  # its options are the fields of the config that it names
+            from train.command import command
+
+            sys.exit(command(words[1:]))
         status = app.cli(
             prog="jaxslm",
             description="Lumen, GPT and Ripple between torch and JAX: exact, and proven so.",

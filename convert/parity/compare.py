@@ -18,9 +18,11 @@ RUNGS = (
     "loss",
     "gradient",
     "adamw step",
+    "trajectory",
     "greedy tokens",
 )
 FLOAT64_LIMIT = 1e-10  # relative error against torch in float64
+TRAJECTORY_LIMIT = 1e-9  # the same of the losses of a training trajectory
 MULTIPLE_LIMIT = 4.0  # error as a multiple of torch's own in the same dtype
 UNUSABLE = "NaN or infinite"
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -34,7 +36,8 @@ class Row:
         rung: one of RUNGS.
         layer: number of the layer, where the rung has one per layer.
         tensor: its torch key where the rung has one per tensor, or the path of the parameter of
-            ours that gathers several (gradients in other dtypes than float64).
+            ours that gathers several (gradients in other dtypes than float64); of a trajectory,
+            what is compared.
         dtype: "float64", "float32", "bfloat16" or "bits".
         length: sequence length in tokens.
         error: difference to torch in float64: in float64 the largest one relative to the largest
@@ -43,7 +46,7 @@ class Row:
         measure: what is held against the limit: the error, or its multiple of torch's own.
         limit: largest measure that passes.
         passed: whether it does; never with NaN.
-        first_position: first position in the sequence that departs.
+        first_position: first position in the sequence that departs; of a trajectory, first step.
         note: what else there is to say.
     """
 
@@ -70,6 +73,42 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Training:
+    """The trajectory that both sides trained along.
+
+    Attributes:
+        words: the recipe, where it starts, and on what.
+        start: updates done before the first of these.
+        steps: updates.
+        half: the step at which the state changes sides.
+        length: tokens in a sequence.
+        batch_size: sequences in an update.
+        accumulation: microbatches in an update.
+        rates: learning rate of each step.
+        clipped: steps whose gradient was clipped.
+        uneven: steps whose microbatches hold unequal numbers of targets that count.
+        furthest: torch key of the tensor that is furthest from torch's in float64, measured by how
+            far it has come.
+        losses: loss of each step, by "torch float64", "JAX float64" and so on.
+        norms: likewise the gradient's norm before clipping.
+    """
+
+    words: str
+    start: int
+    steps: int
+    half: int
+    length: int
+    batch_size: int
+    accumulation: int
+    rates: list[float]
+    clipped: list[int]
+    uneven: list[int]
+    furthest: str
+    losses: dict[str, list[float]]
+    norms: dict[str, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParityReport:
     """The result of a check.
 
@@ -84,6 +123,7 @@ class ParityReport:
         cause: likely cause of the first failure.
         heatmaps: torch key -> difference to torch in float32 and the weights' gradient, reduced
             to at most 32 x 64 blocks: {"difference": [[...]], "reference": [[...]]}.
+        training: the training trajectory, where one was compared.
         versions: of python and the libraries.
         seconds: wall time.
     """
@@ -97,6 +137,7 @@ class ParityReport:
     rows: tuple[Row, ...]
     cause: str | None = None
     heatmaps: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
+    training: Training | None = None
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -163,6 +204,7 @@ def compare(
     torch_same: np.ndarray | None = None,
     *,
     scale: float | None = None,
+    exact_limit: float = FLOAT64_LIMIT,
     time_axis: int | None = None,
     note: str = "",
     **where: Any,
@@ -176,13 +218,14 @@ def compare(
         truth: torch's in float64.
         torch_same: torch's in `dtype`; needed unless that is float64.
         scale: see `difference` and `distance`.
+        exact_limit: of the error in float64.
         time_axis: axis of positions, to name the first that departs.
         note: what else there is to say; where the two cannot be compared, the row says why.
         **where: layer, tensor and length of the row.
     """
     if dtype == "float64":
         error, torch_error = difference(ours, truth, scale), None
-        measure, limit = error, FLOAT64_LIMIT
+        measure, limit = error, exact_limit
     else:
         if torch_same is None:
             raise TypeError("torch's result in the same dtype is needed")

@@ -1,6 +1,6 @@
 """From the first rung that fails to its likely cause, in words."""
 
-from convert.parity.compare import UNUSABLE, ParityReport, Row
+from convert.parity.compare import UNUSABLE, ParityReport, Row, Training
 
 # Where the first departure is at position 0, a query sees one key: its weight is 1 whatever the
 # scores are, so scores, positions, mask and decay cannot be at fault.
@@ -24,6 +24,12 @@ _MLP = {
     "weights",
 }
 
+# Ends of torch keys of norms, biases and decays.
+_VECTORS = (
+    ".bias", ".decay_factor", "ln_1.weight", "ln_2.weight", "ln_f.weight", "ln1.weight",
+    "ln2.weight", "norm.weight",
+)  # fmt: skip
+
 _CAUSES = {
     "weights": "the conversion table or a cast changes bytes: dtype, reshape or transpose",
     "rope table": "the RoPE base, the frequencies or the first position",
@@ -32,6 +38,7 @@ _CAUSES = {
     "norm itself agrees",
     "logits": "the output head: tied or not, another matrix, transposed, or a scale",
     "loss": "the loss: targets shifted, another mean, or a mask",
+    "trajectory": "an update's formula",
     "adamw step": "the optimizer: epsilon, bias correction, or where weight decay goes",
     "greedy tokens": "decoding itself, for all rungs above agree: the position whose logits are "
     "read, or a length that they do not reach",
@@ -78,7 +85,44 @@ def _cause(row: Row, report: ParityReport) -> str:
             return f"the optimizer moves {row.tensor}, which torch freezes: weight decay"
         case "adamw step" if row.note.startswith("no gradient"):
             return f"the parameter {row.tensor} itself, which the output does not depend on"
+        case "trajectory" if report.training is not None:
+            return _training_cause(row, report.training)
     return _CAUSES[row.rung]
+
+
+def _training_cause(row: Row, training: Training) -> str:
+    """By the first step whose loss is off: every loss shows the updates before it."""
+    step = row.first_position
+    vector = training.furthest.endswith(_VECTORS)
+    decay = f"weight decay's groups ({training.furthest} is furthest off, which is no matrix)"
+    if row.note.startswith("torch freezes"):
+        return f"the optimizer moves {row.tensor}, which torch freezes: its gradient, weight decay"
+    if row.tensor in ("torch, then JAX", "JAX, then torch"):
+        return (
+            "the conversion of the optimizer's state, for each side by itself trains alike: "
+            "moments (exchanged, transposed), the count of updates, the groups and their order"
+        )
+    if step == 0:
+        return "the loss itself, for no update comes before it: accumulation, targets left out"
+    if step in training.uneven:
+        return (
+            f"accumulation: step {step} is the first whose microbatches have unequal numbers of "
+            "targets that count, and each must weigh by its own (a mean of means does not)"
+        )
+    causes = [decay] if vector else []
+    if step is None or training.start or step > 1:  # a first update is the same for any betas
+        causes.append("the betas")
+    if training.clipped and (step is None or training.clipped[0] < step):
+        causes.append("clipping (the norm over all parameters, after the mean, with torch's 1e-6)")
+    first = "its first step" if step == 1 else "off by one"
+    causes.append(f"the schedule ({first})")
+    causes += ["epsilon (outside the root)", "bias correction"]
+    causes += [] if vector else ["weight decay's groups"]
+    seen = "it is too small for the losses" if step is None else f"seen in the loss of step {step}"
+    return (
+        f"an update's formula, {seen}: {', or '.join(causes)}; furthest from torch's is "
+        f"{training.furthest}"
+    )
 
 
 def _layers_agree(report: ParityReport) -> bool:

@@ -3,7 +3,8 @@
 Truth is torch in float64. Ours in float64 must agree to 1e-10 of the largest number; ours in
 another dtype may differ from the truth by at most 4 times what torch in that dtype does. JAX runs
 at "highest" matmul precision. RoPE tables, float32 in the originals too, are a rung of their own;
-the float64 rungs use torch's, so that the last bit of a cosine hides nothing.
+the float64 rungs use torch's, so that the last bit of a cosine hides nothing. On request both
+halves also train for some steps (`convert.parity.trajectory`).
 """
 
 import gc
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -36,6 +37,9 @@ from convert.parity.updates import Half, update_rows
 from convert.transform import with_aliases
 from jaxslm.models import Config, LumenConfig, RippleConfig, model_name
 
+if TYPE_CHECKING:
+    from convert.parity.training_plan import Asked
+
 GREEDY_TOKENS = 20
 PROMPT_TOKENS = 8
 FORWARD_BUDGET = 2e12  # float64 operations that one forward pass may take
@@ -53,6 +57,7 @@ def check(
     lengths: Sequence[int] | None = None,
     dtypes: Sequence[str] = ("float32",),
     seed: int = 0,
+    training: "Asked | None" = None,
     jax_side: Callable[..., JaxSide] = JaxSide,
     progress: Callable[[str], None] = lambda words: None,
 ) -> ParityReport:
@@ -65,14 +70,17 @@ def check(
         lengths: sequence lengths of the forward passes; None chooses them.
         dtypes: compared besides float64: "float32", "bfloat16".
         seed: of the random tokens.
+        training: a training trajectory to compare too, in float64 and float32.
         jax_side: builds our half; tests hand in broken ones.
         progress: told what is being done.
 
     Raises:
-        ValueError: the class cannot be used, or tokens or lengths do not fit the model.
+        ValueError: the class cannot be used, or tokens, lengths or training do not fit the model.
         ImportError: torch is not installed.
     """
     from convert.parity.torch_side import TorchSide, builder
+    from convert.parity.training_plan import make_plan
+    from convert.parity.trajectory import trajectory
 
     start = time.monotonic()
     config = subject.config
@@ -81,6 +89,7 @@ def check(
     name, build = builder(against, config)
     state = with_aliases(config, dict(subject.torch_state))
     inputs = choose_inputs(config, subject.parameters, tokens, lengths, seed)
+    plan = None if training is None else make_plan(config, training, tokens, seed)
     longest = max(*inputs.lengths, inputs.prompt + inputs.decoded - 1)
     rows = weight_rows(subject)
 
@@ -92,6 +101,7 @@ def check(
         progress("torch, float64")
         side = TorchSide(build, config, state, "float64", longest)
         truth = _half(side, inputs)
+        trained = None
         tables = _torch_tables(side, config)
         drawn: dict[str, dict[str, list[list[float]]]] = {}
         for dtype in ("float64", *dtypes):
@@ -114,6 +124,13 @@ def check(
                 drawn = drawn or heatmaps(ours.measured, truth.measured)
             del mine, ours, same
             gc.collect()  # compiled functions and their side hold each other, and gigabytes
+        if plan is not None:
+            del side, truth
+            found, trained = trajectory(
+                plan, subject.arrays, build, tables=tables, progress=progress,
+                dtypes=[dtype for dtype in dtypes if dtype == "float32"],
+            )  # fmt: skip
+            rows += found
     report = ParityReport(
         source=subject.source,
         against=name,
@@ -123,6 +140,7 @@ def check(
         lengths=inputs.lengths,
         rows=tuple(sorted(rows, key=order)),
         heatmaps=drawn,
+        training=trained,
         versions={"python": platform.python_version()}
         | {package: version(package) for package in ("jax", "flax", "numpy", "torch")},
         seconds=time.monotonic() - start,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from convert.parity.compare import FLOAT64_LIMIT, MULTIPLE_LIMIT, ParityReport
+from convert.parity.compare import FLOAT64_LIMIT, MULTIPLE_LIMIT, ParityReport, Training
 from convert.parity.report_words import (
     Rung,
     failure,
@@ -22,6 +22,7 @@ from convert.parity.report_words import (
     plain,
     rungs,
     subject,
+    training,
     weights_words,
     where,
 )
@@ -50,6 +51,8 @@ def print_report(report: ParityReport, console: Console) -> None:
         if parts:
             console.print()
             console.print(_table(parts, low, "float64" in first, console.width))
+    if report.training is not None:
+        console.print(Text(f"\ntrajectory: {training(report)}"))
     style = "bold green" if report.passed else "bold red"
     console.print(Text(f"\nparity: {'passed' if report.passed else 'FAILED'}", style=style))
     if report.passed:
@@ -77,6 +80,7 @@ def to_json(report: ParityReport) -> dict[str, Any]:
         "first_failure": None if first is None else {"place": first.place, **_plain(asdict(first))},
         "cause": report.cause,
         "rows": [_plain(asdict(row)) for row in report.rows],
+        "training": None if report.training is None else _curves(report.training),
         "versions": report.versions,
         "seconds": round(report.seconds, 3),
     }
@@ -149,7 +153,18 @@ def _cells(rung: Rung, low: list[str], float64: bool, room: int) -> list[Text]:
     return [Text(rung.name), verdict, *map(Text, shown), Text(last)]
 
 
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _curves(training: Training) -> dict[str, Any]:
+    """The training with its losses and norms by step."""
+    fields = asdict(training)
+    for name in ("losses", "norms"):
+        fields[name] = {
+            run: list(_plain(dict(enumerate(values))).values())
+            for run, values in fields[name].items()
+        }
+    return fields
+
+
+def _plain(fields: Mapping[Any, Any]) -> dict[Any, Any]:
     """The fields, with strings for the numbers that JSON lacks."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""The two drawings of the parity page, as inline SVG that takes its colours from the page.
+"""The drawings of the parity page, as inline SVG that takes its colours from the page.
 
 matplotlib draws in placeholder colours; each is replaced by one of the page's CSS variables, so
 that one picture serves light, dark and print.
@@ -17,7 +17,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from convert.parity.compare import ParityReport, Row
+from convert.parity.compare import TRAJECTORY_LIMIT, ParityReport, Row, Training
 from convert.parity.report_words import Rung, tokens
 
 COLOURS = {
@@ -87,6 +87,44 @@ def heatmap(difference: Sequence[Sequence[float]], reference: Sequence[Sequence[
         axes.yaxis.set_major_locator(NullLocator())
         _matrix(figure, axes, np.array(values, np.float64))
     return _svg(figure)
+
+
+def training_figures(training: Training) -> list[tuple[str, str]]:
+    """(title, SVG) of the losses by step, and of their differences to torch's in float64."""
+    truth = np.array(training.losses["torch float64"])
+    figure, axes = _canvas(4.6, 3.1)
+    for name, colour, line in (("torch float64", "torch", "-"), ("JAX float64", "ours", "--")):
+        axes.plot(training.losses[name], line, color=COLOURS[colour], linewidth=1.1, label=name)
+    _steps(axes, "loss in nats")
+    losses = _svg(figure)
+    figure, axes = _canvas(4.6, 3.1)
+    axes.axhline(TRAJECTORY_LIMIT, linestyle="--", color=COLOURS["muted"], linewidth=0.8,
+                 label="limit in float64")  # fmt: skip
+    drawn = [[TRAJECTORY_LIMIT]]
+    for name, values in training.losses.items():
+        if name != "torch float64":
+            with np.errstate(all="ignore"):
+                away = np.abs(np.array(values) / truth - 1.0)
+            drawn.append(away.tolist())
+            line = ":" if name == "JAX float64" else "-"
+            colour = "torch" if name.startswith("torch") else "ours"
+            shown = np.where(np.isfinite(away) & (away > 0.0), away, np.nan)
+            axes.plot(shown, line, marker=".", markersize=2, linewidth=0.9, label=name,
+                      color=COLOURS[colour])  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_ylim(*_ends(drawn))
+    axes.yaxis.set_major_formatter(_power)
+    axes.yaxis.set_minor_locator(NullLocator())
+    _steps(axes, "relative difference")
+    return [("loss", losses), ("difference to torch in float64", _svg(figure))]
+
+
+def _steps(axes: Axes, label: str) -> None:
+    """Axis titles and legend of a curve by step."""
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.legend(loc="best", frameon=False, fontsize=8, labelcolor=COLOURS["ink"])
 
 
 def _matrix(figure: Figure, axes: Axes, values: np.ndarray) -> None:

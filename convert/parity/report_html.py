@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.parity.compare import FLOAT64_LIMIT, MULTIPLE_LIMIT, ParityReport
-from convert.parity.report_figures import drift, heatmap
+from convert.parity.report_figures import drift, heatmap, training_figures
 from convert.parity.report_words import (
     Rung,
     failure,
@@ -15,6 +15,7 @@ from convert.parity.report_words import (
     number,
     plain,
     rungs,
+    training,
     weights_words,
     where,
 )
@@ -89,6 +90,7 @@ def page(report: ParityReport) -> str:
             _subject(report),
             _rungs(report),
             _drift(report),
+            _trajectory(report),
             _tensors(report),
             _rows(report),
             "</body>\n</html>\n",
@@ -116,6 +118,7 @@ def _subject(report: ParityReport) -> str:
         ("Model", f"{_text(report.model)}, {report.parameters:,} parameters"),
         ("Against", _text(report.against)),
         ("Lengths", _text((", ".join(map(str, report.lengths)) or "no") + " tokens")),
+        *([("Training", _text(training(report)))] if report.training else []),
         ("Config", f"<code>{_text(config)}</code>"),
         ("Versions", _text(", ".join(f"{name} {is_}" for name, is_ in report.versions.items()))),
     ]
@@ -195,6 +198,24 @@ def _drift(report: ParityReport) -> str:
     )
 
 
+def _trajectory(report: ParityReport) -> str:
+    """Losses of both sides and their differences by step."""
+    if report.training is None:
+        return ""
+    shown = "\n".join(
+        f'<figure role="img" aria-label="{_text(title)} by step">'
+        f"<figcaption>{_text(title)}</figcaption>\n{svg}</figure>"
+        for title, svg in training_figures(report.training)
+    )
+    return (
+        "<section>\n<h2>Training</h2>\n<p>Left the loss of each step, right how far it is from "
+        "torch's in float64, relative to it. Rounding grows as training goes on, by luck faster "
+        "or slower, and alike on both sides; a fault is a step. Differences of nothing are not "
+        "drawn.</p>\n"
+        f'<div class="panels">\n{shown}\n</div>\n</section>'
+    )
+
+
 def _tensors(report: ParityReport) -> str:
     """The gradients that are furthest from torch's."""
     if not report.heatmaps:
@@ -221,7 +242,8 @@ def _rows(report: ParityReport) -> str:
     head = "".join(_cell("th", name, "n" if 3 <= i <= 6 else "") for i, name in enumerate(names))
     lines = []
     for row in report.rows:
-        first = "" if row.first_position is None else f"first at position {row.first_position}"
+        what = "step" if row.rung == "trajectory" else "position"
+        first = "" if row.first_position is None else f"first at {what} {row.first_position}"
         cells = _cell("td", row.rung) + _cell("td", where(row), "place") + _cell("td", row.dtype)
         for value in (row.error, row.torch_error, row.measure):
             cells += _cell("td", number(value), "n")

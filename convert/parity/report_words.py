@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from convert.parity.compare import RUNGS, ParityReport, Row
+from convert.parity.compare import RUNGS, TRAJECTORY_LIMIT, ParityReport, Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,8 @@ def departure(row: Row) -> str:
     words += f", {row.dtype}" if row.dtype != "bits" else ""
     words += f", {tokens(row.length)}" if row.length is not None else ""
     if row.first_position is not None and row.rung != "greedy tokens":
-        words += f", from position {row.first_position} (counted from 0)"
+        what = "step" if row.rung == "trajectory" else "position"
+        words += f", from {what} {row.first_position} (counted from 0)"
     if row.rung in ("weights", "greedy tokens"):
         return f"{words}: {plain(row.note)}"
     if row.torch_error is None:
@@ -82,6 +83,13 @@ def where(row: Row, room: int | None = None) -> str:
         left = max(8, room - len(", ".join(["", *layer, *length])))
         tensor = tensor if len(tensor) <= left else ".." + tensor[2 - left :].lstrip(".")
     return ", ".join([*layer, tensor, *length])
+
+
+def training(report: ParityReport) -> str:
+    """What both sides trained, and how closely it is held; empty if they did not."""
+    if report.training is None:
+        return ""
+    return f"{plain(report.training.words)}; in float64 held to {TRAJECTORY_LIMIT:g}"
 
 
 def number(value: float | None) -> str:

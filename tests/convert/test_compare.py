@@ -198,6 +198,7 @@ def test_order_climbs_layer_by_layer_and_rung_by_rung():
         row("loss"),
         row("gradient"),
         row("adamw step"),
+        row("trajectory"),
         row("greedy tokens"),
     ]  # fmt: skip
     assert {made.rung for made in climbed} == set(RUNGS)

@@ -20,7 +20,7 @@ from convert.parity.ladder import check
 from jaxslm import layers
 from jaxslm.attention import reference, windowed
 from jaxslm.models import gpt, lumen, ripple
-from tests.convert import faults
+from tests.convert import faults, test_trajectory
 from tests.convert.faults import code, exchange, half, setting, stead, weights
 from tests.convert.subjects import quick_checks, subject_of
 
@@ -218,7 +218,8 @@ def test_check_passes_where_nothing_is_planted(model, seed):
 
 
 def test_every_rung_is_the_first_to_catch_some_fault():
-    assert {fault.rung for fault in FAULTS} == set(RUNGS)
+    # Faults of training stand in test_trajectory.py.
+    assert {fault.rung for fault in FAULTS} | {"trajectory"} == set(RUNGS)
 
 
 def measured(row: Row) -> str:
@@ -233,14 +234,17 @@ def table() -> str:
         "# Planted faults",
         "",
         "Each was planted by itself in the JAX half of a small model; the check names the first",
-        "rung of its ladder that departs. `tests/convert/test_mutations.py` plants them anew and",
-        "wrote this table: `python -m tests.convert.test_mutations docs/mutations.md`.",
+        "rung of its ladder that departs. `tests/convert/test_mutations.py` (`test_trajectory.py`",
+        "for those that training shows) plants them anew and wrote this table:",
+        "`python -m tests.convert.test_mutations docs/mutations.md`.",
         "",
         "| fault | model | caught by | layer or tensor | measure | limit |",
         "|---|---|---|---|---|---|",
     ]
-    for fault in FAULTS:
-        row = climb(fault).first_failure
+    climbed = [(fault, climb(fault)) for fault in FAULTS]
+    climbed += [(fault, test_trajectory.climb(fault)) for fault in test_trajectory.FAULTS]
+    for fault, report in climbed:
+        row = report.first_failure
         assert row is not None, fault.words
         place = row.tensor or ("" if row.layer is None else str(row.layer))
         cells = (fault.words, fault.model, row.rung, place, measured(row), f"{row.limit:g}")

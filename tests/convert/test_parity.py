@@ -73,7 +73,7 @@ def test_check_passes_every_variant(variant):
     lengths = (1, 4, 9) if model == "ripple" else (2, 9)
     report = check(subject_of(model, **fields), lengths=lengths)
     assert_passes(report)
-    expected = set(RUNGS) - ({"rope table"} if model == "ripple" else set())
+    expected = set(RUNGS) - {"trajectory"} - ({"rope table"} if model == "ripple" else set())
     assert {row.rung for row in report.rows} == expected
     assert {row.dtype for row in report.rows} == {"bits", "float64", "float32"}
     layers = {row.layer for row in report.rows if row.rung == "mlp"}
@@ -100,7 +100,7 @@ def test_check_climbs_in_bfloat16_on_request(model):
     report = check(subject_of(model), lengths=(1, 9), dtypes=("bfloat16",))
     assert_passes(report)
     seen = {row.rung for row in report.rows if row.dtype == "bfloat16"}
-    assert seen == set(RUNGS) - {"weights", "rope table"}
+    assert seen == set(RUNGS) - {"weights", "rope table", "trajectory"}
 
 
 def test_check_uses_the_tokens_it_is_given():
