@@ -205,7 +205,8 @@ def check(
         training = _training(
             subject.config, source, config, preset, steps=steps,
             batch_size=4 if batch_size is None else batch_size,
-            accumulation=2 if accumulation is None else accumulation, length=max(lengths, default=None),
+            accumulation=2 if accumulation is None else accumulation,
+            length=max(lengths, default=None),
         )  # fmt: skip
     result = _run_check(
         subject, against=against, tokens=real, lengths=lengths or None, seed=seed,

@@ -188,7 +188,14 @@ def _check_same_model(folder: Path, found: Config, wanted: Config) -> None:
 
 
 def _differing_settings(config: TrainConfig, stored: OptimizerState) -> list[str]:
-    """Where the run's optimizer is not the one that made the state."""
+    """Where the run's optimizer is not the one that made the state.
+
+    Raises:
+        ValueError: it was made by going uphill.
+    """
+    if any(group.get("maximize") for group in stored.groups):
+        raise ValueError(f"the optimizer state in {config.init_from} is of maximize=True, which "
+                         "no run here does")  # fmt: skip
     optim = config.optim
     here = {"betas": tuple(optim.betas), "eps": optim.eps}
     found = []
