@@ -312,7 +312,8 @@ def test_notes_say_what_was_not_converted(tmp_path):
                 tmp_path / "a.pt")  # fmt: skip
     notes = torch_to_folder(path, tmp_path / "out").notes
     assert notes == (
-        "not converted: optimizer (24 parameters, 48 moment tensors, 0.1 MB; pass --with-optimizer to convert it too)",
+        "not converted: optimizer (24 parameters, 48 moment tensors, 0.1 MB; "
+        "pass --with-optimizer to convert it too)",
         "not converted: iter_num (3)",
         "not converted: best_val_loss (1.5)",
         "not used: lr in model_args",
