@@ -1,6 +1,6 @@
 """`make bench`: side by side with torch in one session, as a table and bench-out/results.json.
 
-python -m benchmarks.run [forward] [conversion]
+python -m benchmarks.run [forward] [conversion] [training]
 """
 
 import json
@@ -20,8 +20,13 @@ def main() -> None:
     """Runs the parts named on the command line, all by default."""
     from benchmarks.conversion import conversion
     from benchmarks.forward import forward
+    from benchmarks.training import training
 
-    parts = {"forward": forward, "conversion": lambda: conversion(ROOM)}
+    parts = {
+        "forward": forward,
+        "conversion": lambda: conversion(ROOM),
+        "training": lambda: training(ROOM),
+    }
     chosen = sys.argv[1:] or list(parts)
     if unknown := set(chosen) - parts.keys():
         sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")

@@ -318,6 +318,8 @@ def _check_data(before: dict[str, str], now: dict[str, str]) -> None:
 
 def _write_folder(config: TrainConfig, tokenizer: Path | None) -> None:
     """Makes the run's folder: its config, and the tokenizer of its data."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("every process has looked at the folder")
     if jax.process_index() == 0:
         config.out.mkdir(parents=True, exist_ok=True)
         for path in _left(config.out):
