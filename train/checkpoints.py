@@ -37,7 +37,7 @@ class Checkpoints:
     """
 
     def __init__(self, run: Path, config: CheckpointConfig | None = None):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells its progress there
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells its progress there
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # and what we raise ourselves
         self._run, self._config = run.resolve(), config
         self._folder = self._run / FOLDER
@@ -109,8 +109,13 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Ends the threads."""
-        self._manager.close()
+        """Waits for saves, and ends the threads.
+
+        Raises:
+            OSError: a save could not be written.
+        """
+        with _as_os_errors(self._folder):
+            self._manager.close()
 
     def without(self, step: int) -> "Checkpoints":
         """The same without a step, whose folder is moved to damaged/ in the run's folder."""

@@ -62,7 +62,9 @@ def command(arguments: Sequence[str]) -> int:
         exit_now(status)
         return status
     except TrainingFailed as error:
-        return _failed(str(error))
+        status = _failed(str(error))
+        exit_now(status, abandoned=isinstance(error.__cause__, OSError))
+        return status
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

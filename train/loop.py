@@ -33,7 +33,7 @@ IN_FLIGHT = 2  # updates that may be queued on the devices
 
 
 class TrainingFailed(Exception):
-    """The run cannot go on; its checkpoints are whole."""
+    """The run cannot go on; its checkpoints are whole. The cause, if it has one, is an OSError."""
 
 
 def train(config: TrainConfig, *, resume: bool = False, console: Console | None = None) -> int:
@@ -115,6 +115,8 @@ class _Run:
             self.checkpoints.wait()
             self.metrics.say(f"done: {done} updates, {config.out}")
             return 0
+        except OSError as error:
+            raise TrainingFailed(f"{error}; earlier checkpoints are whole") from error
         finally:
             with contextlib.suppress(OSError):
                 self.checkpoints.close()
@@ -210,10 +212,7 @@ class _Run:
         if self.saved == done:
             return
         meta = {"fingerprints": self.fingerprints, "seed": self.config.seed}
-        try:
-            self.checkpoints.save(self.state, meta, val_loss=self.metrics.evaluated.get(done))
-        except OSError as error:
-            raise TrainingFailed(f"{error}; earlier checkpoints are whole") from error
+        self.checkpoints.save(self.state, meta, val_loss=self.metrics.evaluated.get(done))
         self.saved = done
 
     def _compile(self, function: Callable[..., Any], first: Any, *, donate: bool) -> Any:

@@ -127,10 +127,13 @@ class Metrics:
             return
         if self._progress.live.is_started:
             self._progress.stop()
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
-        plot_losses(self._config.out)
+        try:
+            self._file.close()
+            if self._events is not None:
+                self._events.close()
+            plot_losses(self._config.out)
+        except OSError as error:  # such as a full disk, which has ended the run by now
+            self._console.print(f"the record of the run could not be finished: {error}")
 
     def _event(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._events is not None:

@@ -86,9 +86,14 @@ class Stop:
         self.signal = number
 
 
-def exit_now(status: int) -> None:
-    """Ends the process, without a compilation that was left to its thread holding it up."""
-    if any(thread.name == WORKING for thread in threading.enumerate()):
+def exit_now(status: int, *, abandoned: bool = False) -> None:
+    """Ends the process at once if work was abandoned in threads; otherwise does nothing.
+
+    Args:
+        status: the exit status.
+        abandoned: there is such work besides that of `Stop.during`: a save that failed.
+    """
+    if abandoned or any(thread.name == WORKING for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -194,6 +196,38 @@ def test_signal_during_evaluation_saves_and_the_evaluation_is_made_up_for(
     monkeypatch.undo()
     assert quietly(config, resume=True)[0] == 0
     assert read_metrics(config.out) == read_metrics(finished[0].out)
+
+
+def test_signal_during_the_first_compilation_ends_without_waiting(tmp_path, monkeypatch):
+    config = small_config(tmp_path)
+    ends = threading.Event()
+
+    def compiling(self, *args, **kwargs):
+        signal.raise_signal(signal.SIGTERM)
+        return self.stop.during(lambda: ends.wait(60))
+
+    monkeypatch.setattr(loop._Run, "_compile", compiling)
+    start = time.monotonic()
+    status, _ = quietly(config)
+    assert (status, time.monotonic() - start < 40) == (128 + signal.SIGTERM, True)
+    ends.set()
+    monkeypatch.undo()
+    assert quietly(replace(config, steps=1), resume=True)[0] == 0
+
+
+def test_second_interrupt_does_not_wait(tmp_path):
+    with loop.Stop().listening():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_events_and_profile_are_written_on_request(tmp_path):
+    config = small_config(tmp_path, steps=6)
+    log = replace(config.log, tensorboard=True, profile=(2, 4))
+    assert quietly(replace(config, log=log))[0] == 0
+    assert list((config.out / "tensorboard").glob("events.out.tfevents.*"))
+    assert list((config.out / "profile").rglob("*.xplane.pb"))
 
 
 def test_handlers_are_put_back(finished, copied):
