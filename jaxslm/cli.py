@@ -51,6 +51,7 @@ def inspect(
     from train.config import is_run
 
     if is_run(source):
+        _use_host()
         from train.inspection import inspect_run, print_run
 
         run = inspect_run(source)
@@ -297,6 +298,7 @@ def export(
         with_optimizer: AdamW's state too, for `convert --with-optimizer` or `--init-from`.
         overwrite: replace an earlier model folder.
     """
+    _use_host()
     from train.export import export as export_run
 
     done = export_run(
@@ -314,6 +316,13 @@ def export(
 
 class ParityFailed(Exception):
     """The check that a conversion was asked to pass has failed; its report is printed."""
+
+
+def _use_host() -> None:
+    """Leaves accelerators alone: a run may be training on them, and may not fit one."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _refuse_run(source: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
@@ -92,9 +93,12 @@ def make_mesh(
             f"mesh data {data} x fsdp {fsdp} x tensor {tensor} = {data * fsdp * tensor} devices, "
             f"but there are {count}"
         )
-    return jax.make_mesh(
-        (data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
-    )
+    sizes, kinds = (data, fsdp, tensor), (AxisType.Auto,) * 3
+    try:
+        return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=devices)
+    except NotImplementedError:  # the sizes cut a physical axis of the slice in two
+        placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(placed, AXES, axis_types=kinds)
 
 
 def plan(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Plan:

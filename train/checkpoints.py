@@ -6,8 +6,10 @@ compared with the checksums that were taken on the device before it was written.
 """
 
 import contextlib
+import errno
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 from train.config import CheckpointConfig
 from train.step import Parameters, TrainState, checksum
 
-FOLDER = "checkpoints"
+FOLDER, DAMAGED = "checkpoints", "damaged"
+NOT_DAMAGE = (errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.EACCES)
 COUNTERS = ("step", "skipped", "streak")
 
 
@@ -58,6 +61,8 @@ class Checkpoints:
             self._folder,
             item_names=("params", "optimizer", "meta"),
             options=ocp.CheckpointManagerOptions(
+                best_fn=lambda metrics: metrics["val_loss"],  # else metrics do not reach the disk
+                best_mode="min",
                 read_only=config is None,
                 create=False,
                 cleanup_tmp_directories=config is not None,
@@ -84,6 +89,9 @@ class Checkpoints:
         Raises:
             OSError: this save or the one before it could not be written.
         """
+        if val_loss is not None and not math.isfinite(val_loss):
+            val_loss = None
+        self.wait()  # so that a failure is told of the save that failed
         sums = self._checksums({"params": state.params, "optimizer": _storable(state.optimizer)})
         step = int(state.step)
         counters = {name: int(getattr(state, name)) for name in COUNTERS}
@@ -96,7 +104,7 @@ class Checkpoints:
                     optimizer=ocp.args.StandardSave(_storable(state.optimizer)),
                     meta=ocp.args.JsonSave(record),
                 ),
-                metrics=None if val_loss is None else {"val_loss": val_loss},
+                metrics={"val_loss": val_loss} if val_loss is not None else None,
             )
 
     def wait(self) -> None:
@@ -117,16 +125,19 @@ class Checkpoints:
         with _as_os_errors(self._folder):
             self._manager.close()
 
-    def without(self, step: int) -> "Checkpoints":
-        """The same without a step, whose folder is moved to damaged/ in the run's folder."""
+    def without(self, steps: Sequence[int]) -> "Checkpoints":
+        """The same without some steps, whose folders are moved to damaged/ in the run's folder."""
+        if not steps:
+            return self
         self.close()
         if jax.process_index() == 0:
-            aside = self._run / "damaged"
+            aside = self._run / DAMAGED
             aside.mkdir(exist_ok=True)
-            number = len(list(aside.iterdir()))
-            self.folder(step).rename(aside / f"{step}.{number}")
+            for step in steps:
+                number = len(list(aside.iterdir()))
+                self.folder(step).rename(aside / f"{step}.{number}")
         if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"without {step}")
+            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
         return Checkpoints(self._run, self._config)
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -135,7 +146,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged.
         """
-        with _as_damage(step):
+        with _agreed(), _as_damage(step):
             found = self._manager.restore(
                 step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
             )
@@ -143,7 +154,7 @@ class Checkpoints:
             counters, sums = meta["counters"], meta["checksums"]
             if set(counters) != set(COUNTERS) or counters["step"] != step or not sums:
                 raise CheckpointError(f"the meta data of checkpoint {step} is not its own")
-            return meta
+        return meta
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """The state of a step.
@@ -173,7 +184,7 @@ class Checkpoints:
         self, step: int, meta: Mapping[str, Any], like: Mapping[str, Parameters]
     ) -> list[Parameters]:
         """Items of a checkpoint, held to their checksums."""
-        with _as_damage(step):
+        with _agreed(), _as_damage(step):
             shapes = jax.tree.map(_abstract, dict(like))
             args = {name: ocp.args.StandardRestore(tree) for name, tree in shapes.items()}
             found = self._manager.restore(step, args=ocp.args.Composite(**args))
@@ -182,7 +193,7 @@ class Checkpoints:
                 for path, leaf in tree.items():
                     if (got := items[name][path]).shape != leaf.shape or got.dtype != leaf.dtype:
                         raise CheckpointError(f"{name} {path} is {got.dtype} {got.shape}")
-            sums = named_leaves(jax.device_get(self._checksums(items)))
+        sums = named_leaves(jax.device_get(self._checksums(items)))
         wrong = [name for name, value in sums.items() if meta["checksums"].get(name) != value]
         if wrong:
             raise CheckpointError(
@@ -226,16 +237,39 @@ def _on_device(value: int, like: Any) -> jax.Array:
 
 @contextlib.contextmanager
 def _as_damage(step: int) -> Iterator[None]:
-    """Whatever a library says of a checkpoint that it cannot read, as CheckpointError."""
+    """What a library says of a checkpoint that it cannot read, as CheckpointError.
+
+    What says nothing of the files (memory, permissions, a device that does not answer) stays as it
+    is: it must not be taken for damage.
+    """
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, MemoryError, PermissionError):
         raise
     except Exception as error:  # tensorstore and orbax raise many kinds
+        lacking = isinstance(error, jax.errors.JaxRuntimeError) and "EXHAUSTED" in str(error)
+        if lacking or getattr(error, "errno", None) in NOT_DAMAGE:
+            raise
         words = str(error).strip().splitlines() or [""]
         raise CheckpointError(
             f"checkpoint {step} cannot be read ({type(error).__name__}: {words[0][:200]})"
         ) from error
+
+
+@contextlib.contextmanager
+def _agreed() -> Iterator[None]:
+    """With several processes, a CheckpointError in one is one in all of them."""
+    failure: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        failure = error
+    if jax.process_count() > 1:
+        failed = np.asarray(multihost_utils.process_allgather(np.array(failure is not None)))
+        if failed.any() and failure is None:
+            failure = CheckpointError(f"process {int(failed.argmax())} cannot read a checkpoint")
+    if failure is not None:
+        raise failure
 
 
 @contextlib.contextmanager

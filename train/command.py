@@ -4,6 +4,7 @@ import difflib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from train.config import TrainConfig, read_config
+from train.config import ClusterConfig, TrainConfig, read_config
 from train.loop import TrainingFailed, train
 from train.stop import exit_now
 
@@ -38,7 +39,10 @@ def command(arguments: Sequence[str]) -> int:
     if arguments[0].startswith("-"):
         raise ValueError(f"the config comes first: {USAGE}")
     path = Path(arguments[0])
-    config = read_config(path) if path.is_dir() else load_config(path)
+    if path.is_dir():  # wherever it lies now, and whatever machine this is
+        config = replace(read_config(path), out=path, cluster=ClusterConfig())
+    else:
+        config = load_config(path)
 
     def options(
         config: Annotated[TrainConfig, tyro.conf.arg(name="", prefix_name=False)] = config,
@@ -62,8 +66,8 @@ def command(arguments: Sequence[str]) -> int:
         exit_now(status)
         return status
     except TrainingFailed as error:
-        status = _failed(str(error))
-        exit_now(status, abandoned=isinstance(error.__cause__, OSError))
+        status = _failed(str(error), 1)
+        exit_now(status, abandoned=isinstance(error.__cause__, OSError) or _is_one_of_several())
         return status
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -71,13 +75,23 @@ def command(arguments: Sequence[str]) -> int:
         return _failed(
             "the devices' memory is not enough: raise --accumulation or --mesh.fsdp, set "
             "--model.remat dots or full, lower --loss-chunk or --data.batch-size\n"
-            + str(error).splitlines()[0]
+            + str(error).splitlines()[0],
+            1,
         )
+    except (ValueError, OSError) as error:
+        if _is_one_of_several():  # the others wait for this process: it must not wait for them
+            exit_now(_failed(str(error), 2), abandoned=True)
+        raise
 
 
-def _failed(words: str) -> int:
+def _is_one_of_several() -> bool:
+    """Whether this process has joined others."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def _failed(words: str, status: int) -> int:
     print(f"jaxslm: {words}", file=sys.stderr)
-    return 1
+    return status
 
 
 def load_config(path: Path) -> TrainConfig:

@@ -329,9 +329,9 @@ class TrainConfig:
 # A resumed run may change these without ceasing to be the same run: where it runs, what it shows
 # and keeps, how much memory it takes, how far it goes.
 MAY_CHANGE = (
-    "out", "mesh", "checkpoint", "eval", "log", "cluster", "steps", "accumulation", "loss_chunk",
-    "max_skipped", "data.train", "data.val", "data.tokenizer", "init_from", "model.unroll",
-    "model.remat",
+    "out", "mesh", "checkpoint", "eval.every", "log", "cluster", "steps", "accumulation",
+    "loss_chunk", "max_skipped", "data.train", "data.val", "data.tokenizer", "init_from",
+    "model.unroll", "model.remat",
 )  # fmt: skip
 
 

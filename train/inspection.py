@@ -38,8 +38,10 @@ def inspect_run(run: Path) -> dict[str, Any]:
         "parameters": sum(math.prod(leaf.shape) for leaf in shapes),
         "update": updates[-1]["step"] if updates else 0,
         "loss": updates[-1]["loss"] if updates else None,
-        "skipped": updates[-1]["skipped"] if updates else 0,
-        "evaluations": {row["step"]: row["val_loss"] for row in rows if "val_loss" in row},
+        "skipped": updates[-1].get("skipped", 0) if updates else 0,
+        "evaluations": {
+            row["step"]: row["val_loss"] for row in rows if row.get("val_loss") is not None
+        },
         "checkpoints": found,
     }
 
@@ -54,8 +56,8 @@ def print_run(found: dict[str, Any], console: Console) -> None:
                   f"{found['skipped']} skipped")  # fmt: skip
     data, optim = config["data"], config["optim"]
     console.print(
-        f"  {data['batch_size']} x {data['sequence_length']} tokens an update of {data['train']}; "
-        f"{optim['name']}, rate {optim['lr']:g}, {optim['schedule']}"
+        f"  {data['batch_size']} x {data['sequence_length']} tokens an update; "
+        f"{optim['name']}, rate {optim['lr']:g}, {optim['schedule']}; data {data['train']!r}"
     )
     if found["evaluations"]:
         step, best = min(found["evaluations"].items(), key=lambda item: item[1])

@@ -1,13 +1,14 @@
 """A training run from start to end, or to wherever it is stopped."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,22 @@ from jaxslm.files import atomic_output
 from jaxslm.tokenizer import FILE, load_tokenizer
 from jaxslm.weights import abstract_parameters
 from train.batches import EvaluationBatches, prefetch
-from train.checkpoints import CheckpointError, Checkpoints
-from train.config import CONFIG_FILE, TrainConfig, changed, read_config, to_json
-from train.metrics import METRICS_FILE, PLOT_FILE, Metrics
+from train.checkpoints import DAMAGED, CheckpointError, Checkpoints
+from train.config import (
+    CONFIG_FILE,
+    TrainConfig,
+    changed,
+    decay_length,
+    read_config,
+    to_json,
+)
+from train.metrics import METRICS_FILE, PLOT_FILE, Metrics, json_number
 from train.optimizer import build_optimizer
 from train.setup import Layout, Placer, join_cluster, make_layout, new_state, open_data
 from train.step import TrainState, make_evaluation, make_step
 from train.stop import Stop, StopRequested
 
+LOCK_FILE = ".lock"
 IN_FLIGHT = 2  # updates that may be queued on the devices
 
 
@@ -55,11 +64,11 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     """
     join_cluster(config.cluster)
     stop = Stop()
-    with stop.listening():
+    with stop.listening(), contextlib.ExitStack() as held:
         if config.log.compilation_cache:
             _use_compilation_cache()
         try:
-            return _Run(config, resume, stop, console or Console(stderr=True)).go()
+            return _Run(config, resume, stop, console or Console(stderr=True), held).go()
         except StopRequested as request:
             if jax.process_index() == 0:
                 print(f"jaxslm: {request}", file=sys.stderr)
@@ -69,9 +78,21 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
 class _Run:
     """One run: everything it needs, and its loop."""
 
-    def __init__(self, config: TrainConfig, resume: bool, stop: Stop, console: Console):
+    def __init__(
+        self,
+        config: TrainConfig,
+        resume: bool,
+        stop: Stop,
+        console: Console,
+        held: contextlib.ExitStack,
+    ):
         before = _check_folder(config, resume)
         if before is not None:  # a run that was killed before its first save begins as it began
+            if config.init_from not in (None, before.init_from):
+                raise ValueError(
+                    f"the run in {config.out} has begun, from {before.init_from}: it cannot begin "
+                    f"from {config.init_from} any more"
+                )
             config = replace(config, init_from=before.init_from)
         self.config, self.stop, self.console = config, stop, console
         paths = abstract_parameters(config.model).keys() - set(config.trained_without)
@@ -83,15 +104,18 @@ class _Run:
         if not resume:
             self.state, notes = new_state(config, optimizer, self.layout)
         stop.check()
-        _write_folder(config, config.data.tokenizer or self.batches.tokens.tokenizer)
+        self.saved: int | None = None
+        _make_folder(config, held)
         self.checkpoints = Checkpoints(config.out, config.checkpoint)
         if resume:
             self.state, notes = self._resume(optimizer)
         self.start = int(self.state.step)
+        if before is not None:
+            _check_progress(self.start, before, config)
+        _write_config(config, config.data.tokenizer or self.batches.tokens.tokenizer)
         self.metrics = Metrics(config, self.start, console)
         for note in (*self._words(before), *self.layout.notes_in_words(), *notes):
             self.metrics.say(note)
-        self.saved: int | None = self.start if resume else None
         self.evaluate: Any = None  # compiled when first needed
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []
 
@@ -129,7 +153,8 @@ class _Run:
         ahead: Any = prefetch(self.batches, self.placer.rows, start=self.start, stop=config.steps)
         with contextlib.closing(ahead), contextlib.ExitStack() as profile:
             for number, inputs, targets in ahead:
-                if log.profile is not None and number == log.profile[0]:
+                lead = jax.process_index() == 0
+                if lead and log.profile is not None and number == log.profile[0]:
                     profile.enter_context(jax.profiler.trace(str(config.out / "profile")))
                 if number == self.start:
                     self.metrics.start_clock()
@@ -158,7 +183,7 @@ class _Run:
         rows = []
         for done, metrics in ready:
             values = {name: value.item() for name, value in jax.device_get(metrics).items()}
-            rows.append({"step": done} | {name: _json_number(v) for name, v in values.items()})
+            rows.append({"step": done} | {name: json_number(v) for name, v in values.items()})
         self.metrics.updates(rows, report=report)
         for row in rows:
             if row["streak"] >= self.config.max_skipped:
@@ -183,14 +208,9 @@ class _Run:
     def _evaluate(self, data: EvaluationBatches) -> tuple[float, int] | None:
         """Mean loss and number of targets over the fixed set; None if a signal came."""
         if self.evaluate is None:
-            loss = make_evaluation(self.config)
             try:
                 self.evaluate = self._compile(
-                    lambda params, inputs_ABT, targets_ABT: loss(
-                        params, _merged(inputs_ABT), _merged(targets_ABT)
-                    ),
-                    self.state.params,
-                    donate=False,
+                    make_evaluation(self.config), self.state.params, donate=False
                 )
             except StopRequested:
                 return None
@@ -228,30 +248,42 @@ class _Run:
         jitted = jax.jit(function, donate_argnums=(0,) if donate else (), out_shardings=shardings)
         mesh = self.layout.mesh
 
+        # A float32 product is one: left to themselves, GPUs and TPUs would round its factors.
+        exact = "float32" if self.config.model.dtype == "float32" else None
+
         def work() -> Any:
-            with jax.set_mesh(mesh):
+            with jax.set_mesh(mesh), jax.default_matmul_precision(exact):
                 return jitted.lower(like, batch, batch).compile()
 
         with self.metrics.paused():
             return self.stop.during(work)
 
     def _resume(self, optimizer: Any) -> tuple[TrainState, list[str]]:
-        """The state of the latest whole checkpoint; damaged later ones are set aside."""
-        notes = []
-        steps = self.checkpoints.steps()
+        """The state of the latest whole checkpoint; damaged later ones are set aside then."""
+        notes: list[str] = []
+        damaged: list[int] = []
+        out, steps = self.config.out, self.checkpoints.steps()
         for step in steps:
             try:
                 meta = self.checkpoints.meta(step)
                 _check_data(meta.get("fingerprints", {}), self.fingerprints)
                 state = self.checkpoints.restore(step, self.layout.state)
-                return state, [*notes, f"resumed at update {step}"]
             except CheckpointError as error:
-                notes.append(f"warning: {error}; it is set aside in {self.config.out}/damaged")
-                self.checkpoints = self.checkpoints.without(step)
+                notes.append(f"warning: {error}; it is set aside in {out / DAMAGED}")
+                damaged.append(step)
+                continue
+            self.checkpoints = self.checkpoints.without(damaged)
+            self.saved = step
+            return state, [*notes, f"resumed at update {step}"]
         if steps:
             raise ValueError(
-                f"none of the checkpoints {', '.join(map(str, steps))} in {self.config.out} is "
-                "whole: " + "; ".join(notes)
+                f"none of the checkpoints {', '.join(map(str, steps))} in {out} is whole; they are "
+                f"left where they are: {'; '.join(note.partition(';')[0] for note in notes)}"
+            )
+        if (out / DAMAGED).exists():
+            raise ValueError(
+                f"{out} has no checkpoint but those set aside in {out / DAMAGED}: start a new run "
+                "in another --out"
             )
         state, more = new_state(self.config, optimizer, self.layout)
         return state, [*more, "no checkpoint was saved yet: the run starts from its beginning"]
@@ -284,7 +316,8 @@ def _check_folder(config: TrainConfig, resume: bool) -> TrainConfig | None:
     out = config.out
     if not resume:
         if out.exists() and (
-            not out.is_dir() or any(p for p in out.iterdir() if p not in _left(out))
+            not out.is_dir()
+            or any(p for p in out.iterdir() if p not in _left(out) and p.name != LOCK_FILE)
         ):
             raise FileExistsError(
                 f"{out} is not empty: go on with its run by --resume, or name another --out"
@@ -307,31 +340,73 @@ def _left(out: Path) -> list[Path]:
 
 
 def _check_data(before: dict[str, str], now: dict[str, str]) -> None:
-    """Refuses to go on with other training data."""
-    if before.get("train") != now["train"]:
-        raise ValueError(
-            "data.train is not the data that the run was trained on (counts, dtypes or contents "
-            "differ): point --data.train to it, or start a new run in another --out"
-        )
+    """Refuses to go on with other data."""
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            raise ValueError(
+                f"data.{name} is not the data that the run began with (counts, dtypes or contents "
+                f"differ): point --data.{name} to it, or start a new run in another --out"
+            )
 
 
-def _write_folder(config: TrainConfig, tokenizer: Path | None) -> None:
-    """Makes the run's folder: its config, and the tokenizer of its data."""
+def _check_progress(done: int, before: TrainConfig, after: TrainConfig) -> None:
+    """Refuses a number of steps that the run has passed, or that takes its schedule back."""
+    if after.steps < done:
+        raise ValueError(f"steps is {after.steps}, but the run stands at update {done}")
+    if after.optim.schedule == "wsd" and after.steps != before.steps:
+        decay = before.steps - decay_length(before.optim, before.steps)
+        if done > decay:
+            raise ValueError(
+                f"steps: {before.steps} -> {after.steps}, but the learning rate falls since update "
+                f"{decay} and would rise again: resume a checkpoint before that, or a new run with "
+                "--init-from"
+            )
+
+
+def _make_folder(config: TrainConfig, held: contextlib.ExitStack) -> None:
+    """Makes the run's folder its own, and clears what a killed process left half-written in it."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("every process has looked at the folder")
     if jax.process_index() == 0:
         config.out.mkdir(parents=True, exist_ok=True)
+        held.enter_context(_locked(config.out))
         for path in _left(config.out):
             shutil.rmtree(path, ignore_errors=True)
-        with atomic_output(config.out / CONFIG_FILE, overwrite=True) as path:
-            path.write_text(json.dumps(to_json(config), indent=2) + "\n")
-        if tokenizer is None and config.init_from is not None:
-            tokenizer = config.init_from / FILE
-        known = (config.out / FILE).exists()
-        if not known and tokenizer is not None and tokenizer.exists():
-            load_tokenizer(tokenizer).save(config.out)
+        if not (config.out / CONFIG_FILE).exists():  # from here on it is a run's folder
+            _write_config_file(config)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("the run's folder")
+        multihost_utils.sync_global_devices("the run's folder is made")
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Holds a run's folder; on a network file system that knows no locks, only in name."""
+    lock = os.open(out / LOCK_FILE, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise OSError(f"{out} is in use: another process trains its run") from None
+    finally:
+        os.close(lock)
+
+
+def _write_config(config: TrainConfig, tokenizer: Path | None) -> None:
+    """Records what the run goes on with, and the tokenizer of its data."""
+    if jax.process_index() > 0:
+        return
+    _write_config_file(config)
+    if tokenizer is None and config.init_from is not None:
+        tokenizer = config.init_from / FILE
+    known = (config.out / FILE).exists()
+    if not known and tokenizer is not None and tokenizer.exists():
+        with atomic_output(config.out / FILE, overwrite=False) as path:
+            load_tokenizer(tokenizer).save(path.parent)
+
+
+def _write_config_file(config: TrainConfig) -> None:
+    with atomic_output(config.out / CONFIG_FILE, overwrite=True) as path:
+        path.write_text(json.dumps(to_json(config), indent=2) + "\n")
 
 
 def _use_compilation_cache() -> None:
@@ -339,13 +414,3 @@ def _use_compilation_cache() -> None:
     if not jax.config.values.get("jax_compilation_cache_dir"):
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "jaxslm" / "xla"))
-
-
-def _merged(x_ABT: jax.Array) -> jax.Array:
-    """[A, B / A, T] -> [B, T]."""
-    return x_ABT.reshape(-1, x_ABT.shape[-1])
-
-
-def _json_number(value: float) -> float | None:
-    """JSON has no NaN and no infinity: they become null."""
-    return value if math.isfinite(value) else None

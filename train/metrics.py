@@ -37,7 +37,11 @@ class Metrics:
         self._config, self._console = config, console
         self._path = config.out / METRICS_FILE
         rows = [row for row in read_metrics(config.out) if row["step"] <= start]
-        self.evaluated = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+        self.evaluated: dict[int, float] = {
+            row["step"]: math.nan if row["val_loss"] is None else row["val_loss"]
+            for row in rows
+            if "val_loss" in row
+        }
         self._val_loss = self.evaluated[max(self.evaluated)] if self.evaluated else None
         self._then, self._tokens, self._lost = time.monotonic(), 0, 0.0
         self._writes = jax.process_index() == 0
@@ -97,7 +101,8 @@ class Metrics:
         self.evaluated[step] = self._val_loss = loss
         if not self._writes:
             return
-        self._file.write(json.dumps({"step": step, "val_loss": loss, "val_tokens": tokens}) + "\n")
+        shown = json_number(loss)
+        self._file.write(json.dumps({"step": step, "val_loss": shown, "val_tokens": tokens}) + "\n")
         self._file.flush()
         self._event(step, {"val_loss": loss})
         self._console.print(
@@ -152,6 +157,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
             break
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             break
+        numbers = (row.get("loss"), row.get("val_loss"), row.get("skipped"))
+        if not all(value is None or type(value) in (int, float) for value in numbers):
+            break
         rows.append(row)
     return rows
 
@@ -168,7 +176,7 @@ def plot_losses(run: Path, others: Mapping[str, float] | None = None) -> None:
 
     rows = read_metrics(run)
     train = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    val = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+    val = [(row["step"], row["val_loss"]) for row in rows if row.get("val_loss") is not None]
     if not train and not val:
         return
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -186,6 +194,11 @@ def plot_losses(run: Path, others: Mapping[str, float] | None = None) -> None:
     axes.legend()
     with atomic_output(run / PLOT_FILE, overwrite=True) as path:
         figure.savefig(path, dpi=150, format="png")
+
+
+def json_number(value: float) -> float | None:
+    """JSON has no NaN and no infinity: they become null."""
+    return value if math.isfinite(value) else None
 
 
 def _smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -20,7 +20,7 @@ from jaxslm.sharding import BATCH, make_mesh, plan
 from jaxslm.weights import abstract_parameters, map_folder, to_arrays
 from train.batches import Batches, EvaluationBatches
 from train.config import ClusterConfig, TrainConfig
-from train.optimizer import with_moments
+from train.optimizer import is_decayed, learning_rate, with_moments
 from train.step import TrainState, initial_state, partition
 from train.tokens import TokenSet, open_tokens
 
@@ -188,7 +188,7 @@ def _check_same_model(folder: Path, found: Config, wanted: Config) -> None:
 
 
 def _differing_settings(config: TrainConfig, stored: OptimizerState) -> list[str]:
-    """Where the run's optimizer is not the one that made the state.
+    """Where the run's optimizer is not the one that made the state, in words.
 
     Raises:
         ValueError: it was made by going uphill.
@@ -197,22 +197,28 @@ def _differing_settings(config: TrainConfig, stored: OptimizerState) -> list[str
         raise ValueError(f"the optimizer state in {config.init_from} is of maximize=True, which "
                          "no run here does")  # fmt: skip
     optim = config.optim
-    here = {"betas": tuple(optim.betas), "eps": optim.eps}
-    found = []
-    for name, value in here.items():
-        for group in stored.groups:
-            there = group.get(name)
-            there = tuple(there) if isinstance(there, list) else there
-            if there is not None and there != value:
-                found.append(f"optim.{name} is {value}, the state was made with {there}")
-                break
-    decays = sorted({float(group.get("weight_decay", 0.0)) for group in stored.groups})
-    if decays and optim.weight_decay not in decays:
-        found.append(
-            f"optim.weight_decay is {optim.weight_decay}, the state was made with "
-            + " and ".join(map(str, decays))
-        )
-    return found
+    rate = float(np.asarray(learning_rate(optim, config.steps)(stored.count)))
+    found: dict[str, list[str]] = {}
+    for group in stored.groups:
+        for path in group["parameters"]:
+            here = {
+                "betas": tuple(optim.betas), "eps": optim.eps, "lr": rate,
+                "weight_decay": optim.weight_decay if is_decayed(path, optim) else 0.0,
+            }  # fmt: skip
+            for name, value in here.items():
+                there = group.get(name)
+                there = tuple(there) if isinstance(there, list) else there
+                if there is not None and not np.allclose(there, value, rtol=0.05 * (name == "lr")):
+                    words = (
+                        f"optim.{name} was {there} for {{}} when the state was saved, is {value}"
+                    )
+                    found.setdefault(words, []).append(path)
+    return [words.format(_listed(paths)) for words, paths in found.items()]
+
+
+def _listed(paths: list[str]) -> str:
+    """Some parameters in words."""
+    return ", ".join(paths) if len(paths) < 4 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def open_data(
@@ -285,7 +291,7 @@ class Placer:
     def __call__(self, rows_RT: np.ndarray) -> jax.Array:
         """The values of `rows` as an array [A, B / A, T]."""
         local = rows_RT.reshape(self._shape[0], -1, self._shape[2])
-        if local.shape == self._shape:
+        if jax.process_count() == 1:
             return jax.device_put(local, self._sharding)
 
         def part(index: Any) -> np.ndarray:

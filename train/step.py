@@ -155,25 +155,40 @@ def make_step(
 def make_evaluation(
     config: TrainConfig,
 ) -> Callable[[Parameters, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Loss without dropout: (params, inputs_BT, targets_BT) -> (sum of nats, targets counted)."""
+    """Loss without dropout of a batch in microbatches, as training takes it.
+
+    The function takes parameters and inputs and targets [A, B / A, T], and returns the sum of the
+    losses in nats and the number of targets that count.
+    """
     loss_of = make_loss(config.model, chunk=config.loss_chunk)
 
     def evaluate(
-        params: Parameters, inputs_BT: jax.Array, targets_BT: jax.Array
+        params: Parameters, inputs_ABT: jax.Array, targets_ABT: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        return loss_of(params, inputs_BT, targets_BT, None), jnp.sum(targets_BT != IGNORED)
+        def microbatch(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return loss_of(params, part[0], part[1], None)
+
+        losses_A = jax.lax.map(microbatch, (inputs_ABT, targets_ABT))
+        return losses_A.sum(), jnp.sum(targets_ABT != IGNORED)
 
     return evaluate
 
 
 def checksum(*arrays: jax.Array) -> jax.Array:
-    """A uint32 that depends on every value and its place, and not on how arrays are sharded."""
+    """A uint32 that depends on every value and its place, and not on how arrays are sharded.
+
+    Places are counted in the array's own shape: flattened, a sharded array would be gathered.
+    """
     total = jnp.zeros((), jnp.uint32)
     for number, array in enumerate(arrays):
-        flat = array.reshape(-1)
-        bits = jax.lax.bitcast_convert_type(flat, _UNSIGNED[flat.dtype.itemsize]).reshape(-1)
+        bits = jax.lax.bitcast_convert_type(array, _UNSIGNED[array.dtype.itemsize])
+        place, stride = jnp.zeros(bits.shape, jnp.uint32), 1
+        for axis in reversed(range(bits.ndim)):
+            along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            place = place + along * jnp.uint32(stride % 2**32)
+            stride *= bits.shape[axis]
         start = jnp.uint32(number * 0x9E3779B9 % 2**32)
-        odd = 2 * jax.lax.iota(jnp.uint32, bits.size) + jnp.uint32(1)
+        odd = 2 * place + jnp.uint32(1)
         mixed = (bits.astype(jnp.uint32) + start + jnp.uint32(0x7F4A7C15)) * odd
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA6B)
         total = total + jnp.sum(mixed ^ (mixed >> 13), dtype=jnp.uint32)

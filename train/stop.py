@@ -28,13 +28,14 @@ class Stop:
 
     def __init__(self):
         self.signal: int | None = None
+        self._noted = False
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Handles SIGTERM and SIGINT inside the block.
 
         With several processes SIGTERM is left to JAX's preemption service, by which all of them
-        come to stop after the same step.
+        come to stop after the same step, and Ctrl-C is handed to it as SIGTERM.
         """
         if threading.current_thread() is not threading.main_thread():
             yield  # signals reach the main thread only
@@ -81,9 +82,13 @@ class Stop:
 
     def _note(self, number: int, frame: object) -> None:
         del frame
-        if self.signal is not None and number == signal.SIGINT:
+        if self._noted and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = number
+        self._noted = True
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.signal = number
 
 
 def exit_now(status: int, *, abandoned: bool = False) -> None:

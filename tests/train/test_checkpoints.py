@@ -1,6 +1,7 @@
 """Checkpoints: what is kept, what damage is seen, what can be read from them."""
 
 import contextlib
+import errno
 import shutil
 from dataclasses import replace
 
@@ -66,6 +67,30 @@ def test_kept_are_the_last_the_best_and_every_nth(layout, tmp_path, config, loss
     checkpoints = saved(tmp_path / "run", layout[1], range(1, 7), config, losses)
     assert checkpoints.steps() == kept
     assert Checkpoints(tmp_path / "run").steps() == kept
+
+
+def test_best_stays_the_best_after_a_restart_and_a_loss_that_is_no_number(layout, tmp_path):
+    config = CheckpointConfig(keep_last=1, keep_best=1)
+    saved(tmp_path / "run", layout[1], [1, 2], config, [1.0, 3.0]).close()
+    checkpoints = saved(tmp_path / "run", layout[1], [3, 4], config, [float("nan"), 2.0])
+    assert checkpoints.steps() == [4, 1]
+
+
+def test_what_says_nothing_of_the_files_is_no_damage(layout, tmp_path, monkeypatch):
+    checkpoints = saved(tmp_path / "run", layout[1], [1])
+    for error in (MemoryError(), PermissionError(13, "no"), OSError(errno.EIO, "disk"),
+                  jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory")):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints._manager, "restore", _raising(error))
+            with pytest.raises(type(error)):
+                checkpoints.restore(1, layout[0].state)
+
+
+def _raising(error):
+    def restore(*args, **kwargs):
+        raise error
+
+    return restore
 
 
 @pytest.mark.parametrize("optim", [{}, {"name": "muon"}], ids=["adamw", "muon"])

@@ -43,6 +43,15 @@ def test_config_file_and_its_fields(room, run):
     assert (code, "is not empty" in err) == (2, True)
 
 
+def test_run_is_resumed_where_it_lies(room, run):
+    assert run("train", "small.py")[0] == 0
+    shutil.copytree("run", "copy")
+    before = (room / "run" / "metrics.jsonl").read_bytes()
+    code, _, err = run("train", "copy", "--resume", "--steps", 4)
+    assert (code, "done: 4 updates, copy" in err) == (0, True)
+    assert (room / "run" / "metrics.jsonl").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -222,7 +222,7 @@ def test_ripple_trains_without_its_decay_where_torch_does():
 
 FREE = {
     "out": Path("b"), "mesh": MeshConfig(data=1), "checkpoint": CheckpointConfig(),
-    "eval": EvalConfig(), "log": LogConfig(), "cluster": ClusterConfig(), "accumulation": 4,
+    "eval": replace(FULL.eval, every=3), "log": LogConfig(), "cluster": ClusterConfig(), "accumulation": 4,
     "loss_chunk": 3, "max_skipped": 1, "steps": 200, "init_from": None,
     "data": replace(FULL.data, train=Path("b"), val=Path("c")),
     "model": replace(FULL.model, unroll=2, remat="full"),
@@ -238,6 +238,7 @@ def test_resumed_run_may_change_where_and_how_it_runs(name):
     ("section", "fields"),
     [
         ("", {"seed": 1}),
+        ("eval", {"batches": 7}),
         ("data", {"batch_size": 6}),
         ("data", {"sequence_length": 16}),
         ("data", {"order": "random"}),

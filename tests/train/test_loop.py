@@ -88,12 +88,45 @@ def test_damaged_latest_checkpoint_is_set_aside_for_the_last_whole_one(finished,
     assert read_metrics(copied.out) == read_metrics(finished[0].out)
 
 
-def test_no_whole_checkpoint_is_an_error_that_keeps_them(copied):
+def test_no_whole_checkpoint_is_an_error_again_and_again(copied):
     for step in (4, 8):
         shutil.rmtree(copied.out / "checkpoints" / str(step) / "params")
-    with pytest.raises(ValueError, match="none of the checkpoints 8, 4 .* is whole"):
+    before = (copied.out / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="none of the checkpoints 8, 4 .* is whole"):
+            quietly(copied, resume=True)
+    assert Checkpoints(copied.out).steps() == [8, 4]
+    shutil.rmtree(copied.out / "checkpoints")
+    (copied.out / "damaged" / "8.0").mkdir(parents=True)
+    with pytest.raises(ValueError, match="no checkpoint but those set aside"):
         quietly(copied, resume=True)
-    assert len(list((copied.out / "damaged").iterdir())) == 2
+    assert (copied.out / "metrics.jsonl").read_bytes() == before
+
+
+def test_folder_in_use_is_refused(finished):
+    with loop._locked(finished[0].out), pytest.raises(OSError, match="is in use"):
+        quietly(finished[0], resume=True)
+    with loop._locked(finished[0].out):
+        pass
+
+
+def test_fewer_steps_than_done_are_refused(copied):
+    with pytest.raises(ValueError, match="steps is 6, but the run stands at update 8"):
+        quietly(replace(copied, steps=6), resume=True)
+    assert read_config(copied.out).steps == 8
+
+
+def test_falling_learning_rate_does_not_rise_again(tmp_path):
+    config = small_config(tmp_path)
+    config = replace(config, optim=replace(config.optim, schedule="wsd", decay_steps=4))
+    assert quietly(config)[0] == 0
+    with pytest.raises(ValueError, match="falls since update 4 and would rise again"):
+        quietly(replace(config, steps=20), resume=True)
+
+
+def test_resume_with_another_start_is_refused(copied, tmp_path):
+    with pytest.raises(ValueError, match="it cannot begin from"):
+        quietly(replace(copied, init_from=tmp_path), resume=True)
 
 
 def test_cut_record_is_mended(finished, copied):
@@ -151,8 +184,12 @@ def test_resume_with_another_config_is_refused_by_field(copied, change, words):
 
 def test_resume_with_other_data_is_refused_and_moved_data_is_not(copied, tmp_path):
     other = write_tokens(tmp_path / "other.bin", 3000, seed=5)
-    with pytest.raises(ValueError, match=r"not the data that the run was trained on"):
-        quietly(replace(copied, data=replace(copied.data, train=other)), resume=True)
+    before = (copied.out / "config.json").read_bytes()
+    for name in ("train", "val"):
+        data = replace(copied.data, **{name: other})
+        with pytest.raises(ValueError, match=rf"data.{name} is not the data that the run began"):
+            quietly(replace(copied, data=data), resume=True)
+    assert (copied.out / "config.json").read_bytes() == before
     moved = shutil.copy(copied.data.train, tmp_path / "moved.bin")
     data = replace(copied.data, train=moved)
     assert quietly(replace(copied, data=data), resume=True)[0] == 0

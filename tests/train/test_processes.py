@@ -68,14 +68,15 @@ def test_two_processes_have_the_batches_and_losses_of_one(room, alone, mesh):
     assert Checkpoints(config.out).steps()[0] == 12
 
 
-def test_sigterm_to_one_process_stops_both_after_one_update_and_either_number_resumes(room, alone):
-    config = small(room, "stopped")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_one_process_stops_both_after_one_update_and_one_resumes(room, alone, number):
+    config = small(room, f"stopped {number}")
     long = replace(config, steps=4000, eval=replace(config.eval, every=5))
     processes = start(long, room, devices=1)
     limit = time.monotonic() + 120
     while len(rows(long)) < 3 and time.monotonic() < limit:
         time.sleep(0.05)
-    os.kill(processes[1].pid, signal.SIGTERM)
+    os.kill(processes[1].pid, number)
     assert ended(processes) == [143, 143]
     steps = Checkpoints(long.out).steps()
     assert steps[0] == max(row["step"] for row in rows(long))
