@@ -228,7 +228,7 @@ class _Run:
 
     def _save(self, done: int) -> None:
         """Saves a step once."""
-        self._flush()
+        self._flush(report=done == self.config.steps)
         if self.saved == done:
             return
         meta = {"fingerprints": self.fingerprints, "seed": self.config.seed}
