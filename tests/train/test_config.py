@@ -222,8 +222,8 @@ def test_ripple_trains_without_its_decay_where_torch_does():
 
 FREE = {
     "out": Path("b"), "mesh": MeshConfig(data=1), "checkpoint": CheckpointConfig(),
-    "eval": replace(FULL.eval, every=3), "log": LogConfig(), "cluster": ClusterConfig(), "accumulation": 4,
-    "loss_chunk": 3, "max_skipped": 1, "steps": 200, "init_from": None,
+    "eval": replace(FULL.eval, every=3), "log": LogConfig(), "cluster": ClusterConfig(),
+    "accumulation": 4, "loss_chunk": 3, "max_skipped": 1, "steps": 200, "init_from": None,
     "data": replace(FULL.data, train=Path("b"), val=Path("c")),
     "model": replace(FULL.model, unroll=2, remat="full"),
 }  # fmt: skip
