@@ -14,7 +14,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Torch checkpoints of all three models: inspected, converted, proven equal, converted back.
+# Torch checkpoints of all three models: inspected, converted, proven equal, converted back. Then a
+# small Ripple is trained, and taken to torch with its optimizer.
 demo: setup
 	$(BIN)/python -m convert.demo demo-out
 
