@@ -326,11 +326,24 @@ def test_evaluation_is_the_sum_without_dropout(model):
     config = run_of(model, **({"dropout": 0.5} if model == "ripple" else {}))
     params = state_of(config).params
     evaluate = jax.jit(make_evaluation(config), compiler_options=QUICK)
-    total, count = evaluate(params, INPUTS_BT, TARGETS_BT)
-    assert count == (TARGETS_BT != -1).sum()
     without = run_of(model)
     _, metrics = step(without, state_of(without))
-    np.testing.assert_allclose(total / count, metrics["loss"], rtol=1e-6)
+    for microbatches in (1, 2):
+        shape = (microbatches, -1, INPUTS_BT.shape[1])
+        total, count = evaluate(params, INPUTS_BT.reshape(shape), TARGETS_BT.reshape(shape))
+        assert count == (TARGETS_BT != -1).sum()
+        np.testing.assert_allclose(total / count, metrics["loss"], rtol=1e-6)
+
+
+def test_evaluation_holds_one_microbatch_at_a_time():
+    config = run_of("gpt")
+    params = state_of(config).params
+    scores = jax.ShapeDtypeStruct((4, 1, 12), np.int32)
+    text = str(jax.make_jaxpr(make_evaluation(config))(params, scores, scores))
+    heads = config.model.n_head
+    kv = config.model.n_kv_head
+    assert f"[1,{kv},{heads // kv},12,12]" in text
+    assert f"[4,{kv},{heads // kv},12,12]" not in text
 
 
 def test_checksum_depends_on_every_value_and_its_place():
