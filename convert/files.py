@@ -33,6 +33,8 @@ from jaxslm.files import atomic_output, check_destination
 from jaxslm.models import Config
 from jaxslm.optimizer_file import OPTIMIZER_FILE, map_optimizer, write_optimizer
 from jaxslm.safetensors_io import TensorSpec, write_tensors
+from jaxslm.tokenizer import FILE as TOKENIZER_FILE
+from jaxslm.tokenizer import Tokenizer, load_tokenizer
 from jaxslm.weights import OWNED_FILES, map_folder, write_folder
 
 PARITY_FILE = "parity.json"
@@ -79,6 +81,7 @@ def torch_to_folder(
     dtype: str | None = None,
     with_optimizer: bool = False,
     allow_nonfinite: bool = False,
+    tokenizer: Path | None = None,
     overwrite: bool = False,
     check: Callable[[TorchSource], Mapping[str, Any]] | None = None,
 ) -> Converted:
@@ -92,6 +95,8 @@ def torch_to_folder(
         dtype: cast every parameter to this; None keeps each tensor's own. Moments keep theirs.
         with_optimizer: convert the state of torch's AdamW too, to optimizer.safetensors.
         allow_nonfinite: accept NaN and infinities in the weights and moments.
+        tokenizer: tokenizer.json or meta.pkl, to travel with the model; None takes the
+            tokenizer.json of a source that is a folder.
         overwrite: replace an earlier model folder.
         check: called before anything is written; its result is recorded.
 
@@ -103,6 +108,7 @@ def torch_to_folder(
     check_destination(destination, overwrite=overwrite, owns=OWNED_FILES)
     opened = open_torch(source, overrides=overrides, preset=preset, cast=dtype is not None)
     optimizer = open_optimizer(opened) if with_optimizer else None
+    vocabulary, tokenizer_note = _tokenizer(source, tokenizer, opened.config.vocab_size)
     figures = None if check is None else check(opened)
     with (
         atomic_output(destination, overwrite=overwrite, owns=OWNED_FILES) as folder,
@@ -138,7 +144,9 @@ def torch_to_folder(
         if optimizer is not None:
             record["moments"] = _tensor_records(optimizer.moments, moments)
         (folder / PARITY_FILE).write_text(json.dumps(record, indent=1) + "\n")
-    notes = _notes(opened, optimizer) + [
+        if vocabulary is not None:
+            vocabulary.save(folder)
+    notes = [*_notes(opened, optimizer), *tokenizer_note] + [
         f"not used: {', '.join(names)} in {source_name}"
         for source_name, names in opened.resolved.unused.items()
     ]
@@ -152,6 +160,31 @@ def torch_to_folder(
         moments=len(moments),
         notes=tuple(notes),
     )
+
+
+def _tokenizer(
+    source: Path, named: Path | None, vocab_size: int
+) -> tuple[Tokenizer | None, list[str]]:
+    """The tokenizer that goes with the weights, and a note where it was found beside them.
+
+    Raises:
+        ValueError: the one that was named is none, or has ids that the model does not know.
+    """
+    beside = source / TOKENIZER_FILE
+    if named is None and not beside.is_file():
+        return None, []
+    try:
+        found = load_tokenizer(named or beside)
+        if found.vocab_size > vocab_size:
+            raise ValueError(
+                f"{named or beside} has {found.vocab_size:,} ids, the model knows {vocab_size:,}: "
+                "it is another model's tokenizer"
+            )
+    except ValueError as error:
+        if named is not None:
+            raise
+        return None, [f"the tokenizer beside the weights is left out: {error}"]
+    return found, [] if named is not None else [f"tokenizer: {beside}"]
 
 
 def folder_to_torch(

@@ -5,10 +5,13 @@ Axis names, used in every array name and einsum of the project:
     N query heads   K key-value heads   G = N/K   H head width   F mlp width   L layers
 """
 
+from jaxslm.generation import Generator, generate
 from jaxslm.models import MODELS, Config, Model
 from jaxslm.models.gpt import GPT, GPTConfig
 from jaxslm.models.lumen import Lumen, LumenConfig
 from jaxslm.models.ripple import Ripple, RippleConfig
+from jaxslm.sampling import Sampling
+from jaxslm.tokenizer import load_tokenizer
 from jaxslm.weights import load, save
 
 __version__ = "0.1.0"
@@ -17,11 +20,15 @@ __all__ = [
     "MODELS",
     "Config",
     "GPTConfig",
+    "Generator",
     "Lumen",
     "LumenConfig",
     "Model",
     "Ripple",
     "RippleConfig",
+    "Sampling",
+    "generate",
     "load",
+    "load_tokenizer",
     "save",
 ]

@@ -1,4 +1,4 @@
-"""The command line: jaxslm inspect | convert | check | data | train | export."""
+"""The command line: jaxslm inspect | convert | check | data | train | export | generate | eval."""
 
 import contextlib
 import json
@@ -21,6 +21,11 @@ Fields = Annotated[
 Preset = Annotated[
     Literal["lumen-3m", "gpt-250m", "ripple"] | None,
     arg(help="a config of the original models, where the file does not give one"),
+]
+Integers = Annotated[tuple[str, ...], arg(metavar="INT[,INT ...]")]
+Mesh = Annotated[
+    tuple[int, int, int] | None,
+    arg(metavar="DATA FSDP TENSOR", help="devices on each axis of the mesh; None for one device"),
 ]
 
 app = tyro.extras.SubcommandApp()
@@ -76,6 +81,7 @@ def convert(
     shard_size: str | None = None,
     with_optimizer: bool = False,
     allow_nonfinite: bool = False,
+    tokenizer: Path | None = None,
     check: bool = False,
     overwrite: bool = False,
 ) -> int:
@@ -98,6 +104,8 @@ def convert(
             folder; the way back then writes a training checkpoint. Moments keep their own dtype,
             whatever --dtype says.
         allow_nonfinite: convert weights that hold NaN or infinity.
+        tokenizer: a tokenizer.json or meta.pkl to travel in the model folder; one that lies in a
+            source folder is taken along.
         check: run `jaxslm check` first, record its figures, and write nothing if it fails.
         overwrite: replace an earlier output.
     """
@@ -106,10 +114,10 @@ def convert(
 
     _refuse_run(source)
     if is_model_folder(source):
-        if config or preset or allow_nonfinite or check:
+        if config or preset or allow_nonfinite or check or tokenizer:
             raise ValueError(
-                f"{source} is a model folder: --config, --preset, --allow-nonfinite and --check "
-                "are for conversion from torch (use `jaxslm check` on the folder)"
+                f"{source} is a model folder: --config, --preset, --allow-nonfinite, --tokenizer "
+                "and --check are for conversion from torch (use `jaxslm check` on the folder)"
             )
         size = None if shard_size is None else parse_size(shard_size)
         done = folder_to_torch(
@@ -126,8 +134,8 @@ def convert(
             )
         done = torch_to_folder(
             source, destination, overrides=config, preset=preset, dtype=dtype,
-            with_optimizer=with_optimizer, allow_nonfinite=allow_nonfinite, overwrite=overwrite,
-            check=_check_before if check else None,
+            with_optimizer=with_optimizer, allow_nonfinite=allow_nonfinite, tokenizer=tokenizer,
+            overwrite=overwrite, check=_check_before if check else None,
         )  # fmt: skip
     console = _console()
     console.print(
@@ -152,7 +160,7 @@ def check(
     preset: Preset = None,
     against: str | None = None,
     tokens: Path | None = None,
-    lengths: tuple[int, ...] = (),
+    lengths: Integers = (),
     bfloat16: bool = False,
     seed: int = 0,
     steps: int | None = None,
@@ -197,6 +205,7 @@ def check(
     if json is not None and report is not None and json.resolve() == report.resolve():
         raise ValueError(f"--json and --report both name {json}: name two files")
     _refuse_run(source)
+    sizes = _integers("--lengths", lengths)
     subject = load_subject(source, overrides=config, preset=preset)
     real = None if tokens is None else _read_tokens(tokens)
     training = None
@@ -207,10 +216,10 @@ def check(
             subject.config, source, config, preset, steps=steps,
             batch_size=4 if batch_size is None else batch_size,
             accumulation=2 if accumulation is None else accumulation,
-            length=max(lengths, default=None),
+            length=max(sizes, default=None),
         )  # fmt: skip
     result = _run_check(
-        subject, against=against, tokens=real, lengths=lengths or None, seed=seed,
+        subject, against=against, tokens=real, lengths=sizes or None, seed=seed,
         training=training, dtypes=("float32", "bfloat16") if bfloat16 else ("float32",),
     )  # fmt: skip
     print_report(result, _console())
@@ -314,8 +323,143 @@ def export(
     return 0
 
 
+@app.command
+def generate(
+    folder: Positional[Path],
+    /,
+    prompt: str | None = None,
+    prompts: Path | None = None,
+    prompt_ids: Integers = (),
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = 200,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    samples: int = 1,
+    stop: tuple[str, ...] = (),
+    ignore_end: bool = False,
+    special: bool = False,
+    stream: bool = False,
+    jsonl: Path | None = None,
+    batch_size: int = 8,
+    tokenizer: Path | None = None,
+    mesh: Mesh = None,
+    overwrite: bool = False,
+) -> int:
+    r"""Continue prompts with a model.
+
+    Prints each prompt with its continuation; what it took goes to stderr. The same seed gives the
+    same text, whatever the batch size. Without a prompt it begins a document, if the tokenizer has
+    an end-of-text token to begin after.
+
+    Example: jaxslm generate out/ --prompt "Well, Prince," --tokens 200 --stream
+
+    Args:
+        folder: model folder.
+        prompt: text to continue.
+        prompts: file of prompts: one a line, or .jsonl with the field `prompt`.
+        prompt_ids: token ids to continue, for a model without tokenizer.
+        tokens: new tokens for each prompt at most; a model with a context ends there.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens; None for all.
+        top_p: draw from the fewest likeliest tokens that sum to this probability.
+        min_p: draw from tokens of at least this share of the likeliest one's probability.
+        repetition_penalty: above 1, tokens that occurred before become less likely.
+        seed: of the draws.
+        samples: continuations of each prompt.
+        stop: strings at whose end a continuation ends; \n is a line end.
+        ignore_end: go on after end-of-text.
+        special: names of special tokens in a prompt, such as <|endoftext|>, become their ids.
+        stream: print the text as it is made.
+        jsonl: write the samples to this file, one JSON object a line, in place of printing them.
+        batch_size: prompts that are continued at one time.
+        tokenizer: tokenizer.json or meta.pkl, in place of the folder's.
+        overwrite: replace an earlier file.
+    """
+    from jaxslm.compilation import use_compilation_cache
+    from jaxslm.samples import sample
+    from jaxslm.sampling import Sampling
+
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )  # fmt: skip
+    use_compilation_cache(least_seconds=0.0)
+    sample(
+        folder, prompt=prompt, prompts=prompts,
+        prompt_ids=_integers("--prompt-ids", prompt_ids), max_new_tokens=tokens,
+        sampling=sampling, seed=seed, samples=samples, batch_size=batch_size, stop=stop,
+        ignore_end=ignore_end, special=special, tokenizer=tokenizer, mesh=mesh, stream=stream,
+        jsonl=jsonl, overwrite=overwrite,
+    )  # fmt: skip
+    return 0
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Positional[Path],
+    /,
+    data: Path,
+    lengths: Integers = (),
+    tokenizer: Path | None = None,
+    batch_size: int | None = None,
+    batches: int | None = None,
+    mesh: Annotated[tuple[int, int, int], arg(metavar="DATA FSDP TENSOR")] = (-1, 1, 1),
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> int:
+    """Measure a model's loss on held-out tokens, by length and by position.
+
+    Prints loss, perplexity, bits a token and bits a byte of text, and the loss at positions 1, 2,
+    3-4, 5-8 and so on. Every token but a file's first counts once. Ripple without absolute
+    positions also takes lengths beyond the one that it was trained at.
+
+    Example: jaxslm eval out/ --data data/val --lengths 256,512,1024 --plot loss.png
+
+    Args:
+        model: model folder, from `jaxslm convert` or `jaxslm export`.
+        data: token file, or folder of token files; of both splits in it, val.
+        lengths: tokens of a sequence; the model's context by default.
+        tokenizer: tokenizer.json or meta.pkl to count bytes by, where neither folder has one.
+        batch_size: sequences of a batch, over all devices; about 8,192 tokens by default.
+        batches: read only so many of each length.
+        mesh: sizes of the device mesh; -1 is the devices left.
+        json: write all figures, each position's among them, as JSON.
+        plot: draw loss against position and length to this PNG.
+    """
+    from rich.console import Console
+
+    from train.evaluate import evaluate as measure
+    from train.evaluation_plot import plot as draw
+    from train.evaluation_report import check_outputs, print_evaluation, write_json
+
+    check_outputs(json, plot)
+    with Console(stderr=True).status("evaluating") as status:
+        found = measure(
+            model, data, lengths=_integers("--lengths", lengths), tokenizer=tokenizer,
+            batch_size=batch_size, batches=batches, mesh=mesh, progress=status.update,
+        )  # fmt: skip
+    print_evaluation(found, _console())
+    if json is not None:
+        write_json(found, json)
+    if plot is not None:
+        draw(found, plot)
+    return 0
+
+
 class ParityFailed(Exception):
     """The check that a conversion was asked to pass has failed; its report is printed."""
+
+
+def _integers(option: str, words: tuple[str, ...]) -> tuple[int, ...]:
+    """Whole numbers, separated by spaces or commas."""
+    parts = [part for word in words for part in word.split(",")]
+    try:
+        return tuple(int(part) for part in parts)
+    except ValueError:
+        raise ValueError(f"{option} {' '.join(words)}: give whole numbers, as in 256,512") from None
 
 
 def _use_host() -> None:

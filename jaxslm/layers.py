@@ -4,7 +4,7 @@ A dtype called `dtype` is the compute dtype. Statistics and accumulations are ma
 float32, or float64 when that is the compute dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -145,6 +145,46 @@ def uniform_fan_in(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> nnx.P
     """A float32 parameter drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in)): torch.nn.Linear's law."""
     bound = fan_in**-0.5
     return nnx.Param(jax.random.uniform(key, shape, jnp.float32, -bound, bound))
+
+
+def unstacked(blocks: Any) -> Sequence[Any]:
+    """Each layer's block: of a list of them, or of one whose parameters are stacked on axis 0."""
+    if isinstance(blocks, nnx.List):
+        return blocks
+    graphdef, state = nnx.split(blocks)
+    count = jax.tree.leaves(state)[0].shape[0]
+    return [nnx.merge(graphdef, jax.tree.map(lambda w, n=n: w[n], state)) for n in range(count)]
+
+
+def through(
+    blocks: Any, layer: Callable[..., Any], x: jax.Array, *, unroll: int, remat: str
+) -> tuple[jax.Array, Any]:
+    """Runs x through every block: as a scan, or, of a list of blocks, one after the other.
+
+    Args:
+        blocks: a block whose parameters are stacked on axis 0, or `unstacked` ones.
+        layer: (block, its number, x) -> (x, what is kept of the layer).
+        x: what the first block takes.
+        unroll: layers per step of the scan.
+        remat: a key of REMAT_POLICIES; a list is not for training and keeps all.
+
+    Returns:
+        What the last block gives, and what is kept, stacked over the layers.
+    """
+    if isinstance(blocks, nnx.List):
+        kept = []
+        for number, block in enumerate(blocks):
+            x, own = layer(block, number, x)
+            kept.append(own)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *kept)
+    graphdef, state = nnx.split(blocks)
+
+    def step(x: jax.Array, numbered: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
+        params, number = numbered
+        return layer(nnx.merge(graphdef, params), number, x)
+
+    numbers = jnp.arange(jax.tree.leaves(state)[0].shape[0])
+    return jax.lax.scan(rematerialized(step, remat), x, (state, numbers), unroll=unroll)
 
 
 def rematerialized(layer: Callable[..., Any], policy: str) -> Callable[..., Any]:

@@ -34,13 +34,16 @@ def rotate(x_BTNH: jax.Array, tables: RopeTables) -> jax.Array:
 
     Args:
         x_BTNH: queries or keys (K heads serve as N), any float dtype.
-        tables: cosines and sines [T, H/2] for these T positions; the product is made in the wider
-            of their dtype and x's, so bfloat16 keeps float32 tables (the originals round them).
+        tables: cosines and sines [T, H/2] for these T positions, or [B, T, H/2] where rows stand at
+            different ones; the product is made in the wider of their dtype and x's, so bfloat16
+            keeps float32 tables (the originals round them).
 
     Returns:
         The rotated heads, in x's dtype.
     """
-    cos, sin = (jnp.asarray(table)[None, :, None, :] for table in tables)
+    cos, sin = (jnp.asarray(table)[..., :, None, :] for table in tables)
+    if cos.ndim == 3:
+        cos, sin = cos[None], sin[None]
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from jaxslm.files import atomic_output
 from jaxslm.models import MODELS, Config, Model, model_name
 from jaxslm.safetensors_io import TensorSpec, map_tensors, write_tensors
+from jaxslm.sharding import plan
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -26,22 +28,33 @@ FORMAT_VERSION = 2
 OWNED_FILES = (CONFIG_FILE, WEIGHTS_FILE, "parity.json", "optimizer.safetensors", "tokenizer.json")
 
 
-def load(path: str | Path) -> Model:
+def load(path: str | Path, *, mesh: Mesh | None = None) -> Model:
     """Loads a model folder.
 
     Args:
         path: the folder.
+        mesh: of `jaxslm.sharding.make_mesh`, to lay the parameters out on; None for JAX's default
+            device.
 
     Returns:
-        The model, its parameters in the dtypes of the file, on JAX's default device.
+        The model, its parameters in the dtypes of the file.
 
     Raises:
-        ValueError: the folder is not one of ours, is damaged, or does not fit its config; or a
-            parameter is float64 and JAX's x64 mode is off.
+        ValueError: the folder is not one of ours, is damaged, or does not fit its config or the
+            mesh; or a parameter is float64 and JAX's x64 mode is off.
         OSError: it cannot be read.
     """
     config, arrays = map_folder(Path(path))
-    return from_arrays(config, arrays)
+    if mesh is None:
+        return from_arrays(config, arrays)
+    specs = plan({name: array.shape for name, array in arrays.items()}, mesh).specs
+    return from_arrays(
+        config,
+        {
+            name: jax.device_put(array, NamedSharding(mesh, specs[name]))
+            for name, array in arrays.items()
+        },
+    )
 
 
 def save(model: Model, path: str | Path, *, overwrite: bool = False) -> None:
@@ -166,7 +179,10 @@ def _flatten(state: nnx.State) -> dict[str, Any]:
 def _read_config(path: Path) -> Config:
     """The config of a model folder, strictly: every field known, of its type, none missing."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} is not a model folder: it has no {path.name}")
+        raise FileNotFoundError(
+            f"{path.parent} is not a model folder: it has no {path.name} (`jaxslm convert` makes "
+            "one of a torch checkpoint, `jaxslm export` of a training run)"
+        )
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 
+from jaxslm.compilation import use_compilation_cache
 from jaxslm.files import atomic_output
 from jaxslm.tokenizer import FILE, load_tokenizer
 from jaxslm.weights import abstract_parameters
@@ -66,7 +67,7 @@ def train(config: TrainConfig, *, resume: bool = False, console: Console | None 
     stop = Stop()
     with stop.listening(), contextlib.ExitStack() as held:
         if config.log.compilation_cache:
-            _use_compilation_cache()
+            use_compilation_cache()
         try:
             return _Run(config, resume, stop, console or Console(stderr=True), held).go()
         except StopRequested as request:
@@ -407,10 +408,3 @@ def _write_config(config: TrainConfig, tokenizer: Path | None) -> None:
 def _write_config_file(config: TrainConfig) -> None:
     with atomic_output(config.out / CONFIG_FILE, overwrite=True) as path:
         path.write_text(json.dumps(to_json(config), indent=2) + "\n")
-
-
-def _use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX was told where."""
-    if not jax.config.values.get("jax_compilation_cache_dir"):
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(home) / "jaxslm" / "xla"))

@@ -7,12 +7,14 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxslm.attention import attend
+from jaxslm.cache import Cache, LayerCache, Past, attend_cached
 from jaxslm.layers import (
     REMAT_POLICIES,
     LayerNorm,
@@ -21,7 +23,8 @@ from jaxslm.layers import (
     contract,
     embed,
     normal,
-    rematerialized,
+    through,
+    unstacked,
     wide,
 )
 from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
@@ -98,12 +101,21 @@ class Attention(nnx.Module):
         self.wv = normal(v, (D, K, H), 0.02)
         self.wo = normal(o, (N, H, D), 0.02 * (2 * config.n_layer) ** -0.5)
 
-    def __call__(self, x_BTD: jax.Array, rope: RopeTables) -> jax.Array:
-        """Returns the residual update, [B, T, D] in x's dtype."""
+    def __call__(
+        self, x_BTD: jax.Array, rope: RopeTables, past: Past | None = None
+    ) -> tuple[jax.Array, LayerCache]:
+        """Returns the residual update, [B, T, D] in x's dtype, and the keys and values.
+
+        They are x's own or, where T is 1 and there is a past, the cache with x's.
+        """
         q_BTNH = rotate(contract("btd,dnh->btnh", x_BTD, self.wq[...]), rope)
         k_BTKH = rotate(contract("btd,dkh->btkh", x_BTD, self.wk[...]), rope)
         v_BTKH = contract("btd,dkh->btkh", x_BTD, self.wv[...])
-        return contract("btnh,nhd->btd", attend(q_BTNH, k_BTKH, v_BTKH), self.wo[...])
+        if past is None:
+            o_BTNH, layer = attend(q_BTNH, k_BTKH, v_BTKH), LayerCache(k_BTKH, v_BTKH)
+        else:
+            o_BTNH, layer = attend_cached(q_BTNH, k_BTKH, v_BTKH, *past)
+        return contract("btnh,nhd->btd", o_BTNH, self.wo[...]), layer
 
 
 class MLP(nnx.Module):
@@ -131,10 +143,13 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(config.n_embd, config.layer_norm_eps)
         self.mlp = MLP(config, mlp)
 
-    def __call__(self, x_BTD: jax.Array, rope: RopeTables) -> tuple[jax.Array, jax.Array]:
-        """Returns the stream after attention and after the MLP."""
-        middle_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope)
-        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD))
+    def __call__(
+        self, x_BTD: jax.Array, rope: RopeTables, past: Past | None = None
+    ) -> tuple[jax.Array, jax.Array, LayerCache]:
+        """Returns the stream after attention and after the MLP, and the keys and values."""
+        update_BTD, layer = self.attention(self.attention_norm(x_BTD), rope, past)
+        middle_BTD = x_BTD + update_BTD
+        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD)), layer
 
 
 class GPT(nnx.Module):
@@ -180,6 +195,7 @@ class GPT(nnx.Module):
         key: jax.Array | None = None,
         rope: RopeTables | None = None,
         every_layer: bool = False,
+        keys_values: bool = False,
         logits: bool = True,
     ) -> dict[str, jax.Array]:
         """The forward pass, with what it computes on the way.
@@ -190,32 +206,59 @@ class GPT(nnx.Module):
             rope: tables [block_size, H/2] to use in place of our own; the parity check passes
                 torch's, whose last bit may differ.
             every_layer: also return the stream after each layer's attention and MLP.
+            keys_values: also return what `jaxslm.cache.fill` takes.
             logits: compute the logits; training takes them chunk by chunk from `unembed`.
 
         Returns:
             embedding [B, T, D], final_norm [B, T, D], and, if asked for, logits [B, T, V],
-            attention and block [L, B, T, D].
+            attention and block [L, B, T, D], keys and values [L, B, T, K, H].
         """
         del key
         config = self.config
         T = tokens_BT.shape[-1]
         check_tokens(tokens_BT, config.block_size, "block_size")
         cos, sin = rope or self.rope_tables()
-        graphdef, layers = nnx.split(self.blocks)
 
-        def layer(x_BTD, params):
-            middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, (cos[:T], sin[:T]))
+        def layer(block: Block, number: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
+            del number
+            middle_BTD, out_BTD, own = block(x_BTD, (cos[:T], sin[:T]))
             out_BTD = constrain(out_BTD, BATCH, None, None)
-            return out_BTD, {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
+            stack = {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
+            stack |= {"keys": own.k_BSKH, "values": own.v_BSKH} if keys_values else {}
+            return out_BTD, stack
 
         dtype = compute_dtype(config.dtype)
         x_BTD = constrain(embed(self.embedding[...], tokens_BT, dtype), BATCH, None, None)
-        y_BTD, stack = jax.lax.scan(
-            rematerialized(layer, config.remat), x_BTD, layers, unroll=config.unroll
-        )
+        y_BTD, stack = through(self.blocks, layer, x_BTD, unroll=config.unroll, remat=config.remat)
         norm_BTD = self.final_norm(y_BTD)
         found = {"embedding": x_BTD, "final_norm": norm_BTD} | stack
         return found | ({"logits": self.unembed(norm_BTD)} if logits else {})
+
+    def decode(self, tokens_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Logits of the token after one more a row, by what the cache holds of those before.
+
+        Args:
+            tokens_B: integer ids, at the cache's positions.
+            cache: of `jaxslm.cache.fill`; a row whose position has no slot there, or is not below
+                `block_size`, gets NaN.
+
+        Returns:
+            logits_BV, float32 (float64 when that is the compute dtype), and the cache with the
+            tokens.
+        """
+        dtype = compute_dtype(self.config.dtype)
+        cos_B1h, sin_B1h = (
+            jnp.asarray(table).at[cache.position_B[:, None]].get(mode="fill", fill_value=jnp.nan)
+            for table in self.rope_tables()
+        )
+        x_B1D = constrain(embed(self.embedding[...], tokens_B[:, None], dtype), BATCH, None, None)
+        layers = []
+        for block, past in zip(unstacked(self.blocks), cache, strict=True):
+            _, x_B1D, layer = block(x_B1D, (cos_B1h, sin_B1h), past)
+            x_B1D = constrain(x_B1D, BATCH, None, None)
+            layers.append(layer)
+        logits_B1V = self.unembed(self.final_norm(x_B1D))
+        return logits_B1V[:, 0], Cache(tuple(layers), cache.position_B + 1)
 
     def unembed(self, norm_BTD: jax.Array) -> jax.Array:
         """Logits of the final norm's output.

@@ -12,12 +12,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxslm.attention import WINDOW_MODES, attend
+from jaxslm.cache import Cache, LayerCache, Past, attend_cached
 from jaxslm.layers import (
     REMAT_POLICIES,
     LayerNorm,
@@ -27,7 +29,8 @@ from jaxslm.layers import (
     dropout,
     embed,
     normal,
-    rematerialized,
+    through,
+    unstacked,
     wide,
 )
 from jaxslm.models.config import DTYPES, check_choice, check_divides, check_positive, check_types
@@ -141,8 +144,13 @@ class Attention(nnx.Module):
             self.bv = nnx.Param(jnp.zeros((N, H), jnp.float32))
         self.decay = nnx.Param(jnp.array(initial_decay(N), jnp.float32))
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Returns the residual update, [B, T, D] in x's dtype."""
+    def __call__(
+        self, x_BTD: jax.Array, key: jax.Array | None, past: Past | None = None
+    ) -> tuple[jax.Array, LayerCache]:
+        """Returns the residual update, [B, T, D] in x's dtype, and the keys and values.
+
+        They are x's own or, where T is 1 and there is a past, the cache with x's.
+        """
         config = self.config
         q_BTNH = contract("btd,dnh->btnh", x_BTD, self.wq[...])
         k_BTNH = contract("btd,dnh->btnh", x_BTD, self.wk[...])
@@ -154,12 +162,21 @@ class Attention(nnx.Module):
         decay_N = self.decay[...].astype(wide(x_BTD.dtype))
         if config.frozen_parameters(x_BTD.shape[1]):
             decay_N = jax.lax.stop_gradient(decay_N)
-        o_BTNH = attend(
-            q_BTNH, k_BTNH, v_BTNH,
-            slope_N=jnp.abs(decay_N), window=config.attention_window,
-            window_mode=config.window_mode, dropout_rate=config.dropout, dropout_key=key,
-        )  # fmt: skip
-        return o_BTNH.reshape(x_BTD.shape)
+        distance: Any = {
+            "slope_N": jnp.abs(decay_N),
+            "window": config.attention_window,
+            "window_mode": config.window_mode,
+        }
+        if past is None:
+            layer = LayerCache(k_BTNH, v_BTNH)
+            o_BTNH = attend(
+                q_BTNH, k_BTNH, v_BTNH, dropout_rate=config.dropout, dropout_key=key, **distance
+            )
+        else:
+            o_BTNH, layer = attend_cached(q_BTNH, k_BTNH, v_BTNH, *past, **distance)
+        # Heads lie on the axis `tensor`, the stream does not. Left to itself, XLA (jax 0.10.2) lays
+        # the sum out so that a mesh of 2 x 2 x 2 exchanges rows when it decodes.
+        return constrain(o_BTNH.reshape(x_BTD.shape), BATCH, None, None), layer
 
 
 class MLP(nnx.Module):
@@ -193,11 +210,17 @@ class Block(nnx.Module):
         self.mlp_norm = LayerNorm(config.n_embd, config.layer_norm_eps)
         self.mlp = MLP(config, mlp)
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Returns the stream after attention and after the MLP; the key is this layer's."""
+    def __call__(
+        self, x_BTD: jax.Array, key: jax.Array | None, past: Past | None = None
+    ) -> tuple[jax.Array, jax.Array, LayerCache]:
+        """Returns the stream after attention and after the MLP, and the keys and values.
+
+        The key is this layer's.
+        """
         attention, mlp = (None, None) if key is None else jax.random.split(key)
-        middle_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), attention)
-        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD), mlp)
+        update_BTD, layer = self.attention(self.attention_norm(x_BTD), attention, past)
+        middle_BTD = x_BTD + update_BTD
+        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD), mlp), layer
 
 
 class Ripple(nnx.Module):
@@ -240,6 +263,7 @@ class Ripple(nnx.Module):
         *,
         key: jax.Array | None = None,
         every_layer: bool = False,
+        keys_values: bool = False,
         logits: bool = True,
     ) -> dict[str, jax.Array]:
         """The forward pass, with what it computes on the way.
@@ -248,11 +272,12 @@ class Ripple(nnx.Module):
             tokens_BT: as in `__call__`.
             key: as in `__call__`.
             every_layer: also return the stream after each layer's attention and MLP.
+            keys_values: also return what `jaxslm.cache.fill` takes.
             logits: compute the logits; training takes them chunk by chunk from `unembed`.
 
         Returns:
             embedding [B, T, D] (positions included), final_norm [B, T, D], and, if asked for,
-            logits [B, T, V], attention and block [L, B, T, D].
+            logits [B, T, V], attention and block [L, B, T, D], keys and values [L, B, T, N, H].
         """
         config = self.config
         check_tokens(tokens_BT, config.context, "block_size")
@@ -260,22 +285,43 @@ class Ripple(nnx.Module):
         x_BTD = constrain(embed(self.embedding[...], tokens_BT, dtype), BATCH, None, None)
         if config.use_absolute_pos_emb:
             x_BTD = x_BTD + self.position_embedding[: x_BTD.shape[1]].astype(dtype)[None]
-        graphdef, layers = nnx.split(self.blocks)
 
-        def layer(x_BTD, params_and_index):
-            params, index = params_and_index
-            layer_key = None if key is None else jax.random.fold_in(key, index)
-            middle_BTD, out_BTD = nnx.merge(graphdef, params)(x_BTD, layer_key)
+        def layer(block: Block, number: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
+            layer_key = None if key is None else jax.random.fold_in(key, number)
+            middle_BTD, out_BTD, own = block(x_BTD, layer_key)
             out_BTD = constrain(out_BTD, BATCH, None, None)
-            return out_BTD, {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
+            stack = {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
+            stack |= {"keys": own.k_BSKH, "values": own.v_BSKH} if keys_values else {}
+            return out_BTD, stack
 
-        indices = jnp.arange(config.n_layer)
-        y_BTD, stack = jax.lax.scan(
-            rematerialized(layer, config.remat), x_BTD, (layers, indices), unroll=config.unroll
-        )
+        y_BTD, stack = through(self.blocks, layer, x_BTD, unroll=config.unroll, remat=config.remat)
         norm_BTD = self.final_norm(y_BTD)
         found = {"embedding": x_BTD, "final_norm": norm_BTD} | stack
         return found | ({"logits": self.unembed(norm_BTD)} if logits else {})
+
+    def decode(self, tokens_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Logits of the token after one more a row, by what the cache holds of those before.
+
+        Args:
+            tokens_B: integer ids, at the cache's positions.
+            cache: of `jaxslm.cache.fill`; a row whose position has no slot there, or, with absolute
+                positions, is not below `block_size`, gets NaN.
+
+        Returns:
+            logits_BV, float32 (float64 when that is the compute dtype), and the cache with the
+            tokens.
+        """
+        dtype = compute_dtype(self.config.dtype)
+        x_B1D = constrain(embed(self.embedding[...], tokens_B[:, None], dtype), BATCH, None, None)
+        if self.config.use_absolute_pos_emb:
+            x_B1D = x_B1D + embed(self.position_embedding[...], cache.position_B[:, None], dtype)
+        layers = []
+        for block, past in zip(unstacked(self.blocks), cache, strict=True):
+            _, x_B1D, layer = block(x_B1D, None, past)
+            x_B1D = constrain(x_B1D, BATCH, None, None)
+            layers.append(layer)
+        logits_B1V = self.unembed(self.final_norm(x_B1D))
+        return logits_B1V[:, 0], Cache(tuple(layers), cache.position_B + 1)
 
     def unembed(self, norm_BTD: jax.Array) -> jax.Array:
         """Logits of the final norm's output.

@@ -17,6 +17,7 @@ import pytest
 from convert.rules import assemble, leaves
 from convert.tables import TABLES
 from convert.transform import torch_arrays
+from jaxslm import Sampling, generate
 from jaxslm.models import MODELS
 from jaxslm.weights import from_arrays, to_arrays
 from tests.golden import NAMES, load
@@ -81,6 +82,15 @@ def test_model_reproduces_the_original(golden, model):
     for name, found_gradient in gradients.items():  # those that torch leaves without a gradient
         assert name.endswith("decay_factor")
         assert (found_gradient == 0).all(), name
+
+
+def test_generation_reproduces_the_greedy_tokens(golden, model):
+    """From the cache, past the window, in float64."""
+    rows, _ = generate(
+        model, [golden.prompt_P], max_new_tokens=len(golden.greedy_G),
+        sampling=Sampling(temperature=0.0),
+    )  # fmt: skip
+    assert rows[0].tolist() == [*golden.prompt_P.tolist(), *golden.greedy_G.tolist()]
 
 
 def test_model_reproduces_the_greedy_tokens(golden, model):
