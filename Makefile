@@ -15,7 +15,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 # Torch checkpoints of all three models: inspected, converted, proven equal, converted back. Then a
-# small Ripple is trained, and taken to torch with its optimizer.
+# small Ripple is trained, taken to torch with its optimizer, measured, and made to write.
 demo: setup
 	$(BIN)/python -m convert.demo demo-out
 

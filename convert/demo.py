@@ -4,13 +4,14 @@
 
 Builds a seeded torch checkpoint of each model in a container of its own, and runs on each what a
 user would type. Real checkpoints in ../shared/checkpoints are taken along where they are present.
-Then a small Ripple is trained on the interpreter's own sources, and taken to torch with its
-optimizer.
+Then a small Ripple is trained on the interpreter's own sources, taken to torch with its optimizer,
+measured, and made to write.
 """
 
 import contextlib
 import json
 import pickle
+import shlex
 import shutil
 import sys
 import time
@@ -43,6 +44,7 @@ SMALL = {
     "model.dropout": 0.1, "data.sequence-length": 128, "data.batch-size": 16, "steps": 600,
     "eval.every": 200, "log.every": 50, "checkpoint.every": 200,
 }  # fmt: skip
+PROMPT = "def main("
 LUMEN = LumenConfig(max_seq_len=256)
 GPT = GPTConfig(block_size=128, vocab_size=2048, n_layer=4, n_head=8, n_kv_head=2, n_embd=256)
 RIPPLE = RippleConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, attention_window=32)
@@ -68,8 +70,8 @@ def main() -> None:
     if not train_a_model(room):
         failed.append("training")
     seconds = time.monotonic() - start
-    print(f"\n{done} of {len(options)} checkpoints converted, proven and back; a model trained and "
-          f"taken to torch; {seconds:.0f} s")  # fmt: skip
+    print(f"\n{done} of {len(options)} checkpoints converted, proven and back; a model trained, "
+          f"taken to torch, and made to write; {seconds:.0f} s")  # fmt: skip
     print(f"reports: {room}/*.html, losses: {room}/run/loss.png")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
@@ -89,8 +91,9 @@ def round_trip(path: Path, options: list[str], room: Path) -> bool:
 
 
 def train_a_model(room: Path) -> bool:
-    """Prepares data, trains, exports, converts to torch and checks; whether all of it went well."""
+    """From text to a trained model, to torch, and to text again; whether all of it went well."""
     data, run, folder, back = (room / name for name in ("data", "run", "trained", "trained.pt"))
+    lengths = ["--lengths", "128,512", "--batches", "8", "--plot", room / "loss_by_length.png"]
     options = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
     return (
         _run("data", "prepare", "--input", "python-stdlib", "--tokenizer", "byte", "--out", data)
@@ -99,13 +102,15 @@ def train_a_model(room: Path) -> bool:
         and _run("export", run, folder, "--with-optimizer")
         and _run("convert", folder, back, "--with-optimizer")
         and _run("check", back, "--report", room / "trained.html")
+        and _run("eval", folder, "--data", data, *lengths)
+        and _run("generate", folder, "--prompt", PROMPT, "--tokens", 300, "--stream")
     )
 
 
 def _run(*words: object) -> bool:
     """One command of ours, shown as it would be typed."""
     arguments = [str(word) for word in words]
-    print(f"\n$ jaxslm {' '.join(arguments)}", flush=True)
+    print(f"\n$ jaxslm {shlex.join(arguments)}", flush=True)
     try:
         jaxslm(arguments)
     except SystemExit as exit:

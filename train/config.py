@@ -13,6 +13,8 @@ from jaxslm.models.config import check_positive
 
 CONFIG_FILE = "config.json"
 FORMAT = "jaxslm-run"
+FORMAT_VERSION = 2
+SINCE_2 = ("sample_tokens", "sample_prompt")  # of EvalConfig; runs of version 1 get the defaults
 
 
 def _check_types(config: Any) -> None:
@@ -202,14 +204,22 @@ class EvalConfig:
     Attributes:
         every: updates between evaluations; the last step is always evaluated.
         batches: batches of the set; None for all of the held-out data.
+        sample_tokens: tokens of text that the model writes after each evaluation, where the data
+            has a tokenizer and there is one process; 0 for none.
+        sample_prompt: what it goes on from; empty for the beginning of a document, or of a line
+            where the tokenizer has no end-of-text.
     """
 
     every: int = 250
     batches: int | None = 20
+    sample_tokens: int = 100
+    sample_prompt: str = ""
 
     def __post_init__(self):
         _check_types(self)
         check_positive(self, "every")
+        if self.sample_tokens < 0:
+            raise ValueError(f"sample_tokens must be 0 or more, got {self.sample_tokens}")
         if self.batches is not None and self.batches < 1:
             raise ValueError(f"batches must be 1 or more, or None for all, got {self.batches}")
 
@@ -329,9 +339,9 @@ class TrainConfig:
 # A resumed run may change these without ceasing to be the same run: where it runs, what it shows
 # and keeps, how much memory it takes, how far it goes.
 MAY_CHANGE = (
-    "out", "mesh", "checkpoint", "eval.every", "log", "cluster", "steps", "accumulation",
-    "loss_chunk", "max_skipped", "data.train", "data.val", "data.tokenizer", "init_from",
-    "model.unroll", "model.remat",
+    "out", "mesh", "checkpoint", "eval.every", "eval.sample_tokens", "eval.sample_prompt", "log",
+    "cluster", "steps", "accumulation", "loss_chunk", "max_skipped", "data.train", "data.val",
+    "data.tokenizer", "init_from", "model.unroll", "model.remat",
 )  # fmt: skip
 
 
@@ -339,7 +349,8 @@ def to_json(config: TrainConfig) -> dict[str, Any]:
     """The config as JSON values, `model` under its name."""
     values = json.loads(json.dumps(asdict(config), default=str))
     return {
-        "format": FORMAT, "format_version": 1, "model": model_name(config.model), "config": values
+        "format": FORMAT, "format_version": FORMAT_VERSION, "model": model_name(config.model),
+        "config": values,
     }  # fmt: skip
 
 
@@ -351,10 +362,16 @@ def from_json(content: Any, source: Path) -> TrainConfig:
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{source} is not the config of a training run")
-    if content.get("format_version") != 1 or content.get("model") not in list(MODELS):
+    version = content.get("format_version")
+    if version not in (1, FORMAT_VERSION) or content.get("model") not in list(MODELS):
         raise ValueError(f"{source} is of a version or model that this jaxslm does not know")
+    values = content.get("config")
+    if version == 1 and isinstance(values, dict) and isinstance(values.get("eval"), dict):
+        defaults = asdict(EvalConfig())
+        added = {name: defaults[name] for name in SINCE_2}
+        values = {**values, "eval": {**added, **values["eval"]}}
     try:
-        return _build("config", TrainConfig, content.get("config"), MODELS[content["model"]][0])
+        return _build("config", TrainConfig, values, MODELS[content["model"]][0])
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{source}: {error}") from None
 

@@ -20,8 +20,10 @@ from rich.console import Console
 
 from jaxslm.compilation import use_compilation_cache
 from jaxslm.files import atomic_output
+from jaxslm.generation import generate
+from jaxslm.sampling import Sampling
 from jaxslm.tokenizer import FILE, load_tokenizer
-from jaxslm.weights import abstract_parameters
+from jaxslm.weights import abstract_parameters, from_arrays
 from train.batches import EvaluationBatches, prefetch
 from train.checkpoints import DAMAGED, CheckpointError, Checkpoints
 from train.config import (
@@ -205,6 +207,8 @@ class _Run:
             result = self._evaluate(self.evaluation)
         if result is not None:
             self.metrics.evaluation(done, *result)
+            with self.metrics.paused():
+                self._sample(done)
 
     def _evaluate(self, data: EvaluationBatches) -> tuple[float, int] | None:
         """Mean loss and number of targets over the fixed set; None if a signal came."""
@@ -226,6 +230,32 @@ class _Run:
         losses, counts = zip(*jax.device_get(sums), strict=True)
         tokens = int(np.sum(counts))
         return float(np.sum(np.asarray(losses, np.float64)) / max(tokens, 1)), tokens
+
+    def _sample(self, done: int) -> None:
+        """Shows what the model writes by now; never in the way of the run."""
+        config = self.config
+        path, tokens = config.out / FILE, config.eval.sample_tokens
+        if not tokens or jax.process_count() > 1 or not path.exists():
+            return
+        tokenizer, prompt = load_tokenizer(path), config.eval.sample_prompt
+        if not prompt and tokenizer.end_of_text is None:
+            prompt = "\n"
+        params = self.state.params
+
+        def work() -> str:
+            _, stats = generate(
+                from_arrays(config.model, params), [prompt], max_new_tokens=tokens,
+                sampling=Sampling(temperature=0.8, top_k=200), tokenizer=tokenizer,
+                key=jax.random.key(config.seed),
+            )  # fmt: skip
+            return prompt.lstrip("\n") + (stats.rows[0].text or "")
+
+        try:
+            self.metrics.sample(done, self.stop.during(work))
+        except StopRequested:
+            return
+        except ValueError as error:
+            self.metrics.say(f"step {done}: no sample: {error}")
 
     def _save(self, done: int) -> None:
         """Saves a step once."""

@@ -110,6 +110,12 @@ class Metrics:
             f"({tokens:,} tokens)"
         )
 
+    def sample(self, step: int, text: str) -> None:
+        """Shows what the model wrote."""
+        if self._events is not None:
+            self._events.add_text("sample", text, step)
+        self._console.print(f"step {step}: {text}", markup=False, highlight=False)
+
     def start_clock(self) -> None:
         """The speed is measured from here on."""
         self._then, self._lost = time.monotonic(), 0.0

@@ -41,7 +41,7 @@ FULL = TrainConfig(
     ),
     mesh=MeshConfig(data=2, fsdp=3, tensor=4),
     checkpoint=CheckpointConfig(every=7, keep_last=3, keep_best=2, keep_every=5),
-    eval=EvalConfig(every=9, batches=None),
+    eval=EvalConfig(every=9, batches=None, sample_tokens=7, sample_prompt="Once"),
     log=LogConfig(every=2, tensorboard=False, profile=(3, 5), compilation_cache=False),
     cluster=ClusterConfig(distributed=True, coordinator="a:1", processes=2, process=1),
     steps=100, accumulation=3, loss_chunk=None, seed=2**32 - 1, max_skipped=2,
@@ -100,7 +100,7 @@ def test_folder_without_a_run_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("format",), "jaxslm"), (("format_version",), 2), (("format_version",), None),
+        (("format",), "jaxslm"), (("format_version",), 3), (("format_version",), None),
         (("model",), "llama"), (("model",), ["gpt"]), (("model",), None), (("config",), None),
         (("config",), []), (("config",), "x"), (("config", "data"), None),
         (("config", "data"), []), (("config", "model"), 3), (("config", "model"), []),
@@ -127,6 +127,7 @@ def test_folder_without_a_run_is_refused(tmp_path):
         (("config", "mesh", "fsdp"), "2"), (("config", "mesh", "data"), 1.0),
         (("config", "checkpoint", "keep_every"), 0), (("config", "checkpoint", "keep_best"), -1),
         (("config", "checkpoint", "every"), 0), (("config", "checkpoint", "keep_last"), None),
+        (("config", "eval", "sample_tokens"), -1), (("config", "eval", "sample_prompt"), None),
         (("config", "eval", "batches"), 0), (("config", "eval", "batches"), 1.5),
         (("config", "log", "tensorboard"), 1), (("config", "log", "profile"), [3]),
         (("config", "log", "profile"), [3.0, 5]), (("config", "log", "profile"), [5, 5]),
@@ -149,6 +150,15 @@ def test_json_of_a_wrong_value_is_refused_in_words(content, place, value):
     assert "not supported" not in str(caught.value)
     if len(place) > 1 and value != 10**400:
         assert place[-1] in str(caught.value)
+
+
+def test_a_run_of_before_there_were_samples_gets_their_defaults(content):
+    for name in ("sample_tokens", "sample_prompt"):
+        del content["config"]["eval"][name]
+    with pytest.raises(ValueError, match="EvalConfig fields are missing"):
+        read(content)
+    content["format_version"] = 1
+    assert read(content) == replace(FULL, eval=EvalConfig(every=9, batches=None))
 
 
 def test_every_field_must_be_there_and_none_else(content):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import jaxslm
+from jaxslm.tokenizer import CharTokenizer
 from jaxslm.weights import to_arrays
-from tests.train.runs import quietly, small_config, write_tokens
+from tests.train.runs import VOCABULARY, quietly, small_config, write_tokens
 from train import loop
 from train.checkpoints import Checkpoints
 from train.config import read_config
@@ -365,3 +366,34 @@ def _signal_after(monkeypatch, step):
         return after(self, done)
 
     monkeypatch.setattr(loop.Stop, "after", signalled)
+
+
+def test_the_model_writes_text_after_each_evaluation(tmp_path):
+    letters = "".join(chr(ord("0") + n) for n in range(VOCABULARY - 1)) + "\n"
+    tokenizer = CharTokenizer(letters).save(tmp_path)
+    config = small_config(tmp_path)
+    config = replace(
+        config,
+        data=replace(config.data, tokenizer=tokenizer),
+        eval=replace(config.eval, sample_tokens=30, sample_prompt="0123"),
+    )
+    status, text = quietly(config)
+    assert status == 0
+    for step in (4, 8):
+        sample = text.split(f"step {step}: 0123")[1]
+        assert len(sample) >= 30
+    shown = text.split("step 4: 0123")[1][:30]
+    assert set(shown) <= set(letters)
+
+
+def test_a_prompt_that_the_model_cannot_take_does_not_end_the_run(tmp_path):
+    tokenizer = CharTokenizer("ab\n").save(tmp_path)
+    config = small_config(tmp_path)
+    config = replace(
+        config,
+        data=replace(config.data, tokenizer=tokenizer),
+        eval=replace(config.eval, sample_prompt="abc"),
+    )
+    status, text = quietly(config)
+    assert status == 0
+    assert "step 4: no sample: character 'c'" in text
