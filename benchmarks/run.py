@@ -1,6 +1,6 @@
 """`make bench`: side by side with torch in one session, as a table and bench-out/results.json.
 
-python -m benchmarks.run [forward] [conversion] [training]
+python -m benchmarks.run [forward] [conversion] [training] [generation]
 """
 
 import json
@@ -20,12 +20,14 @@ def main() -> None:
     """Runs the parts named on the command line, all by default."""
     from benchmarks.conversion import conversion
     from benchmarks.forward import forward
+    from benchmarks.generation import generation
     from benchmarks.training import training
 
     parts = {
         "forward": forward,
         "conversion": lambda: conversion(ROOM),
         "training": lambda: training(ROOM),
+        "generation": lambda: generation(ROOM),
     }
     chosen = sys.argv[1:] or list(parts)
     if unknown := set(chosen) - parts.keys():

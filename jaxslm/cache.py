@@ -149,9 +149,7 @@ def attend_cached(
 
     def put(old_BSKH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
         new_BKH = new_B1KH[:, 0].astype(old_BSKH.dtype)
-        out = old_BSKH.at[rows_B, slot_B].set(
-            new_BKH, mode="drop"
-        )
+        out = old_BSKH.at[rows_B, slot_B].set(new_BKH, mode="drop")
         return constrain(out, BATCH, None, "tensor", None)
 
     layer = LayerCache(put(layer.k_BSKH, k_B1KH), put(layer.v_BSKH, v_B1KH))

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxslm.cache import Cache, fill, grow, ring_slots
-from jaxslm.layers import compute_dtype, unstacked
+from jaxslm.layers import compute_dtype
 from jaxslm.models import Model, RippleConfig
 from jaxslm.rows import Book, Stats
 from jaxslm.sampling import Filters, Sampling, choose
@@ -92,20 +92,38 @@ def prepared(model: Model) -> Model:
     if dtype == jnp.bfloat16 and _devices(arrays)[0].platform == "cpu":
         config, stored = replace(config, dtype="float32"), jnp.dtype(jnp.float32)
 
-    @jax.jit
-    def lay_out(arrays: dict[str, jax.Array]) -> Model:
-        rounded = {
-            path: w
-            if "norm." in path or path.endswith(".decay")
-            else w.astype(dtype).astype(stored)
-            for path, w in arrays.items()
-        }
-        laid_out: Any = from_arrays(config, rounded)
-        laid_out.blocks = nnx.List(unstacked(laid_out.blocks))
-        return laid_out
+    def is_factor(path: str) -> bool:
+        return "norm." not in path and not path.endswith(".decay")
+
+    def block(number: int) -> Any:
+        """One layer's, its parameters copied out of the stacked ones."""
+        picked = [
+            (path, leaf.replace(_pick(leaf.get_value(), number, *dtypes(".".join(map(str, path))))))
+            for path, leaf in stacked
+        ]
+        return nnx.merge(graphdef, nnx.from_flat_state(picked))
+
+    def dtypes(path: str) -> tuple[jnp.dtype, jnp.dtype] | tuple[None, None]:
+        return (dtype, stored) if is_factor(path) else (None, None)
 
     with _mesh_of(arrays):
-        return lay_out(arrays)
+        others = {
+            path: w.astype(dtype).astype(stored) if is_factor(path) else w
+            for path, w in arrays.items()
+            if not path.startswith("blocks.")
+        }
+        ready: Any = from_arrays(config, arrays | others)
+        graphdef, blocks = nnx.split(ready.blocks)
+        stacked = nnx.to_flat_state(blocks)
+        ready.blocks = nnx.List([block(n) for n in range(len(arrays["blocks.attention.wq"]))])
+        return ready
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _pick(w: jax.Array, number: int, dtype: Any, stored: Any) -> jax.Array:
+    """A layer of a stacked array, rounded to `dtype`; one small program for all layers."""
+    one = jax.lax.dynamic_index_in_dim(w, number, keepdims=False)
+    return one if dtype is None else one.astype(dtype).astype(stored)
 
 
 @jax.tree_util.register_dataclass

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxslm.attention import WINDOW_MODES, attend
+from jaxslm.attention import BLOCKWISE_FROM, WINDOW_MODES, attend
 
 B, N, H = 2, 4, 3
 WINDOWS = [
@@ -224,3 +224,28 @@ def test_attend_refuses_shapes_that_do_not_fit(shapes, words):
 def test_attend_refuses_a_window_it_cannot_use(window, mode, words):
     with pytest.raises(ValueError, match=words):
         attend(*qkv(5, dtype="float32"), window=window, window_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("backend", "T", "window", "blockwise"),
+    [
+        ("auto", BLOCKWISE_FROM - 1, None, False),
+        ("auto", BLOCKWISE_FROM, None, True),
+        ("auto", BLOCKWISE_FROM, BLOCKWISE_FROM, True),  # a window that hides nothing
+        ("auto", BLOCKWISE_FROM, 100, True),
+        ("blockwise", 5, None, True),
+        ("blockwise", 5, 3, True),
+        ("reference", BLOCKWISE_FROM, 100, False),
+        ("reference", BLOCKWISE_FROM, None, False),
+    ],
+)
+def test_attend_takes_the_backend_it_is_told_to(backend, T, window, blockwise):
+    x = qkv(T, K=2, dtype="float32")
+    run = partial(attend, slope_N=SLOPES.astype(np.float32), window=window, backend=backend)
+    assert ("custom_vjp" in str(jax.make_jaxpr(run)(*x))) == blockwise
+    np.testing.assert_allclose(run(*x), run(*x, backend="reference"), rtol=0, atol=1e-6)
+
+
+def test_attend_refuses_an_unknown_backend():
+    with pytest.raises(ValueError, match="'auto', 'reference', 'blockwise'.*'flash'"):
+        attend(*qkv(5, dtype="float32"), backend="flash")
