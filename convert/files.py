@@ -96,7 +96,7 @@ def torch_to_folder(
         with_optimizer: convert the state of torch's AdamW too, to optimizer.safetensors.
         allow_nonfinite: accept NaN and infinities in the weights and moments.
         tokenizer: tokenizer.json or meta.pkl, to travel with the model; None takes the
-            tokenizer.json of a source that is a folder.
+            tokenizer.json of a source that is a folder, or else keeps an earlier destination's.
         overwrite: replace an earlier model folder.
         check: called before anything is written; its result is recorded.
 
@@ -108,7 +108,9 @@ def torch_to_folder(
     check_destination(destination, overwrite=overwrite, owns=OWNED_FILES)
     opened = open_torch(source, overrides=overrides, preset=preset, cast=dtype is not None)
     optimizer = open_optimizer(opened) if with_optimizer else None
-    vocabulary, tokenizer_note = _tokenizer(source, tokenizer, opened.config.vocab_size)
+    vocabulary, tokenizer_notes = _tokenizer(
+        source, destination, tokenizer, opened.config.vocab_size
+    )
     figures = None if check is None else check(opened)
     with (
         atomic_output(destination, overwrite=overwrite, owns=OWNED_FILES) as folder,
@@ -146,7 +148,7 @@ def torch_to_folder(
         (folder / PARITY_FILE).write_text(json.dumps(record, indent=1) + "\n")
         if vocabulary is not None:
             vocabulary.save(folder)
-    notes = [*_notes(opened, optimizer), *tokenizer_note] + [
+    notes = [*_notes(opened, optimizer), *tokenizer_notes] + [
         f"not used: {', '.join(names)} in {source_name}"
         for source_name, names in opened.resolved.unused.items()
     ]
@@ -163,28 +165,38 @@ def torch_to_folder(
 
 
 def _tokenizer(
-    source: Path, named: Path | None, vocab_size: int
+    source: Path, destination: Path, named: Path | None, vocab_size: int
 ) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer that goes with the weights, and a note where it was found beside them.
+    """The tokenizer that goes with the weights, and notes on those that were found and not named.
 
     Raises:
         ValueError: the one that was named is none, or has ids that the model does not know.
     """
-    beside = source / TOKENIZER_FILE
-    if named is None and not beside.is_file():
-        return None, []
-    try:
-        found = load_tokenizer(named or beside)
-        if found.vocab_size > vocab_size:
-            raise ValueError(
-                f"{named or beside} has {found.vocab_size:,} ids, the model knows {vocab_size:,}: "
-                "it is another model's tokenizer"
-            )
-    except ValueError as error:
-        if named is not None:
-            raise
-        return None, [f"the tokenizer beside the weights is left out: {error}"]
-    return found, [] if named is not None else [f"tokenizer: {beside}"]
+    if named is not None:
+        return _fitting(named, vocab_size), []
+    beside, earlier = source / TOKENIZER_FILE, destination / TOKENIZER_FILE
+    notes = []
+    for path, taken, other in (
+        (beside, f"{beside}", "beside the weights"),
+        (earlier, f"kept from the earlier {destination}", f"of the earlier {destination}"),
+    ):
+        if path.is_file():
+            try:
+                return _fitting(path, vocab_size), [*notes, f"tokenizer: {taken}"]
+            except ValueError as error:
+                notes.append(f"the tokenizer {other} is left out: {error}")
+    return None, notes
+
+
+def _fitting(path: Path, vocab_size: int) -> Tokenizer:
+    """A tokenizer that has no ids but the model's."""
+    found = load_tokenizer(path)
+    if found.vocab_size > vocab_size:
+        raise ValueError(
+            f"{path} has {found.vocab_size:,} ids, the model knows {vocab_size:,}: "
+            "it is another model's tokenizer"
+        )
+    return found
 
 
 def folder_to_torch(

@@ -1,8 +1,9 @@
 """The key-value cache of decoding: what attention remembers of the tokens before.
 
-One pair of arrays [B, S, K, H] a layer, K the key-value heads, so that multi-query and grouped-
-query attention keep their small cache. They are separate and not one [L, ...]: a decoder that reads
-its layers from a stacked array copies each before use, which halved its speed on a CPU.
+One pair of arrays [B, K, S, H] a layer, K the key-value heads, so that multi-query and grouped-
+query attention keep their small cache. Layers are separate arrays and not one [L, ...]: a decoder
+that reads its layers from a stacked array copies each before use, which halved its speed on a CPU.
+Heads stand before slots because products of one query then read the cache as it lies.
 
 Slot p % S holds position p. A cache of every position has S slots for at most S positions; that of
 a window is a ring. Which slots are visible follows from the position alone, so the rows of a batch
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxslm.attention.reference import masked_attention
+from jaxslm.layers import wide
 from jaxslm.sharding import BATCH, constrain
 
 
@@ -26,12 +27,12 @@ class LayerCache:
     """Keys and values of one layer.
 
     Attributes:
-        k_BSKH: keys, rotated where the model rotates them.
-        v_BSKH: values.
+        k_BKSH: keys, rotated where the model rotates them.
+        v_BKSH: values.
     """
 
-    k_BSKH: jax.Array
-    v_BSKH: jax.Array
+    k_BKSH: jax.Array
+    v_BKSH: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +55,7 @@ class Cache:
     @property
     def slots(self) -> int:
         """S."""
-        return self.layers[0].k_BSKH.shape[1]
+        return self.layers[0].k_BKSH.shape[2]
 
 
 Past = tuple[LayerCache, jax.Array]  # the cache of a layer, and the new positions [B]
@@ -88,8 +89,8 @@ def fill(
     index_BS11 = jnp.clip(held_BS, 0, k_LBTKH.shape[2] - 1)[:, :, None, None]
 
     def layer(x_BTKH: jax.Array) -> jax.Array:
-        kept = jnp.take_along_axis(x_BTKH, index_BS11, axis=1, mode="clip")
-        return constrain(kept.astype(dtype), BATCH, None, "tensor", None)
+        kept_BSKH = jnp.take_along_axis(x_BTKH, index_BS11, axis=1, mode="clip")
+        return _constrained(kept_BSKH.swapaxes(1, 2).astype(dtype))
 
     layers = tuple(
         LayerCache(layer(k_BTKH), layer(v_BTKH))
@@ -107,9 +108,8 @@ def grow(cache: Cache, slots: int) -> Cache:
     if slots < cache.slots:
         raise ValueError(f"the cache has {cache.slots} slots, more than {slots}")
 
-    def pad(x_BSKH: jax.Array) -> jax.Array:
-        padded = jnp.pad(x_BSKH, ((0, 0), (0, slots - cache.slots), (0, 0), (0, 0)))
-        return constrain(padded, BATCH, None, "tensor", None)
+    def pad(x_BKSH: jax.Array) -> jax.Array:
+        return _constrained(jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, slots - cache.slots), (0, 0))))
 
     return Cache(jax.tree.map(pad, cache.layers), cache.position_B)
 
@@ -141,30 +141,53 @@ def attend_cached(
         o_B1NH in q's dtype, and the layer with the new position. A row whose position has no slot
         gets NaN and changes nothing: a cache is never overwritten at its end.
     """
-    slots = layer.k_BSKH.shape[1]
+    B, _, N, H = q_B1NH.shape
+    K, slots = layer.k_BKSH.shape[1:3]
     needed = ring_slots(window, window_mode)
     is_ring = needed is not None and slots >= needed
-    rows_B = jnp.arange(q_B1NH.shape[0])
     slot_B = position_B % slots if is_ring else position_B
+    layer = LayerCache(_put(layer.k_BKSH, k_B1KH, slot_B), _put(layer.v_BKSH, v_B1KH, slot_B))
 
-    def put(old_BSKH: jax.Array, new_B1KH: jax.Array) -> jax.Array:
-        new_BKH = new_B1KH[:, 0].astype(old_BSKH.dtype)
-        out = old_BSKH.at[rows_B, slot_B].set(new_BKH, mode="drop")
-        return constrain(out, BATCH, None, "tensor", None)
-
-    layer = LayerCache(put(layer.k_BSKH, k_B1KH), put(layer.v_BSKH, v_B1KH))
     query_B1 = position_B[:, None]
     held_BS = held_positions(query_B1, jnp.arange(slots)[None, :], slots)
-    first_B1 = first_visible(query_B1, window, window_mode)
-    visible_BS = (held_BS >= 0) & (held_BS >= first_B1)
-    o_B1NH = masked_attention(
-        q_B1NH.astype(layer.k_BSKH.dtype), layer.k_BSKH, layer.v_BSKH,
-        (query_B1 - held_BS)[:, None, :], visible_BS[:, None, :], slope_N, 0.0, None,
-    ).astype(q_B1NH.dtype)  # fmt: skip
+    visible_BS = (held_BS >= 0) & (held_BS >= first_visible(query_B1, window, window_mode))
+    q_BKGH = q_B1NH.reshape(B, K, N // K, H).astype(layer.k_BKSH.dtype)
+    accumulate = wide(q_BKGH.dtype)
+    scores_BKGS = H**-0.5 * jnp.einsum(
+        "bkgh,bksh->bkgs", q_BKGH, layer.k_BKSH, preferred_element_type=accumulate
+    )
+    if slope_N is not None:
+        distance_B11S = (query_B1 - held_BS)[:, None, None, :].astype(accumulate)
+        scores_BKGS -= slope_N.astype(accumulate).reshape(1, K, N // K, 1) * distance_B11S
+    least = jnp.finfo(accumulate).min
+    scores_BKGS = jnp.where(visible_BS[:, None, None, :], scores_BKGS, least)
+    weights_BKGS = jax.nn.softmax(scores_BKGS, axis=-1).astype(layer.v_BKSH.dtype)
+    o_BKGH = jnp.einsum(
+        "bkgs,bksh->bkgh", weights_BKGS, layer.v_BKSH, preferred_element_type=accumulate
+    )
+    o_B1NH = o_BKGH.reshape(q_B1NH.shape).astype(q_B1NH.dtype)
     if not is_ring:
         fits_B111 = (position_B < slots)[:, None, None, None]
         o_B1NH = jnp.where(fits_B111, o_B1NH, jnp.nan)
     return o_B1NH, layer
+
+
+def _put(x_BKSH: jax.Array, new_B1KH: jax.Array, slot_B: jax.Array) -> jax.Array:
+    """The cache with one new entry a row, in place; a slot that is not there is left out.
+
+    All indices are given, because XLA makes of a single slice what it then copies the cache for.
+    """
+    B, K, _, H = x_BKSH.shape
+    new_BKH = new_B1KH[:, 0].astype(x_BKSH.dtype)
+    index: tuple[jax.Array, ...] = (jnp.arange(B)[:, None], jnp.arange(K)[None], slot_B[:, None])
+    if B * K == 1:
+        index = (*(part[..., None] for part in index), jnp.arange(H)[None, None])
+    return _constrained(x_BKSH.at[index].set(new_BKH, mode="drop"))
+
+
+def _constrained(x_BKSH: jax.Array) -> jax.Array:
+    """Rows over data and fsdp, heads over tensor."""
+    return constrain(x_BKSH, BATCH, "tensor", None, None)
 
 
 def held_positions(last: jax.Array, slot: jax.Array, slots: int) -> jax.Array:

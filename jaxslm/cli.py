@@ -105,7 +105,7 @@ def convert(
             whatever --dtype says.
         allow_nonfinite: convert weights that hold NaN or infinity.
         tokenizer: a tokenizer.json or meta.pkl to travel in the model folder; one that lies in a
-            source folder is taken along.
+            source folder is taken along, or else that of the folder overwritten is kept.
         check: run `jaxslm check` first, record its figures, and write nothing if it fails.
         overwrite: replace an earlier output.
     """
@@ -373,7 +373,8 @@ def generate(
         ignore_end: go on after end-of-text.
         special: names of special tokens in a prompt, such as <|endoftext|>, become their ids.
         stream: print the text as it is made.
-        jsonl: write the samples to this file, one JSON object a line, in place of printing them.
+        jsonl: write the samples to this file, one JSON object a line, in place of printing them;
+            what a failure leaves is in FILE.partial.
         batch_size: prompts that are continued at one time.
         tokenizer: tokenizer.json or meta.pkl, in place of the folder's.
         overwrite: replace an earlier file.
@@ -446,6 +447,8 @@ def evaluate(
         write_json(found, json)
     if plot is not None:
         draw(found, plot)
+    if found.failure is not None:
+        raise ValueError(found.failure)
     return 0
 
 
@@ -570,6 +573,10 @@ def _short_errors() -> Iterator[None]:
         _fail(_words(error), BAD_INPUT)
     except MemoryError:
         _fail("out of memory", BAD_INPUT)
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            _internal(error)
+        _fail(f"the devices' memory is not enough: take smaller batches ({error})", BAD_INPUT)
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
     except Exception as error:

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxslm.cache import Cache, fill, grow, ring_slots
 from jaxslm.layers import compute_dtype
 from jaxslm.models import Model, RippleConfig
-from jaxslm.rows import Book, Stats
+from jaxslm.prompts import Prompt, check_count, check_end, check_stop, encode, row_keys
+from jaxslm.rows import SequenceState, Stats
 from jaxslm.sampling import Filters, Sampling, choose
 from jaxslm.sharding import AXES
 from jaxslm.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ SEGMENT = 256  # tokens of a row that a program makes before the host looks at t
 STOP_SEGMENT = 16  # the same where the host looks for a stop string
 LEAST_SLOTS = 256
 PROMPT_LENGTHS = (32, 128, 512)  # then doubling
-Prompt = str | Sequence[int] | np.ndarray
+OnTokens = Callable[[int, list[int], str | None], None]
 
 
 def generate(
@@ -44,7 +45,7 @@ def generate(
     tokenizer: Tokenizer | None = None,
     end_of_text: int | Literal["tokenizer"] | None = "tokenizer",
     stop: Sequence[str] = (),
-    on_tokens: Callable[[int, list[int]], None] | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> tuple[list[np.ndarray], Stats]:
     """Continues prompts; see `Generator` to do so more than once with one model.
 
@@ -52,7 +53,7 @@ def generate(
     the logits.
 
     Args:
-        model: on one device, or on a mesh (see `jaxslm.sharding.place`).
+        model: on one device, or on a mesh (`jaxslm.load(path, mesh=...)`).
         prompts: of any lengths: token ids, or texts, which need the tokenizer. An empty text is the
             tokenizer's end-of-text token, after which documents begin.
         max_new_tokens: for each row; 0 returns the prompts.
@@ -63,8 +64,9 @@ def generate(
         end_of_text: id after which a row ends; "tokenizer" for the tokenizer's, if there is one;
             None to go on.
         stop: strings, each of which ends a row where its new text holds it.
-        on_tokens: called with a row's number and its new tokens as they are made; the device then
-            waits for the host at each token.
+        on_tokens: called with a row's number, its new tokens and, where there is a tokenizer, the
+            text that they make certain, as they are made; the device then waits for the host at
+            each token.
 
     Returns:
         The tokens of each row, prompt included, int32; and what there is to tell of them.
@@ -189,120 +191,116 @@ class Generator:
         tokenizer: Tokenizer | None = None,
         end_of_text: int | Literal["tokenizer"] | None = "tokenizer",
         stop: Sequence[str] = (),
-        on_tokens: Callable[[int, list[int]], None] | None = None,
+        on_tokens: OnTokens | None = None,
+        names: Sequence[str] | None = None,
     ) -> tuple[list[np.ndarray], Stats]:
-        """See `jaxslm.generate`."""
+        """See `jaxslm.generate`; `names` are what errors call the prompts."""
         start = time.perf_counter()
-        rows = [self._encode(n, prompt, tokenizer) for n, prompt in enumerate(prompts)]
-        if max_new_tokens < 0 or max_new_tokens != int(max_new_tokens):
-            raise ValueError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
-        if any(stop) != bool(stop) or isinstance(stop, str):
-            raise ValueError(f"stop must be strings that are not empty, got {stop!r}")
+        names = [f"prompt {n}" for n in range(len(prompts))] if names is None else names
+        rows = self.encode(prompts, tokenizer, names)
+        check_count(max_new_tokens)
+        stop = check_stop(stop)
         if stop and tokenizer is None:
             raise ValueError("stop strings need the tokenizer: pass tokenizer=")
         if not rows:
             return [], Stats((), 0.0, 0.0)
-        end = end_of_text
-        if end == "tokenizer":
-            end = None if tokenizer is None else tokenizer.end_of_text
-        keys_B = _row_keys(key, len(rows), needed=max_new_tokens > 0 and not sampling.greedy)
-        books = [
-            Book(
-                number, row, self._limit(row, max_new_tokens), max_new_tokens, end, tokenizer, stop
+        end = check_end(end_of_text, self.config, tokenizer)
+        keys_B = row_keys(key, len(rows), needed=max_new_tokens > 0 and not sampling.greedy)
+        sequences = [
+            SequenceState(
+                names[number],
+                number,
+                row,
+                self._limit(row, max_new_tokens),
+                max_new_tokens,
+                end,
+                tokenizer,
+                stop,
             )
             for number, row in enumerate(rows)
         ]
         first = start
-        if any(book.limit for book in books):
+        if any(sequence.limit for sequence in sequences):
             rules = _Rules(
                 Filters.of(sampling, self.config.vocab_size), keys_B,
-                np.array([book.limit for book in books], np.int32),
+                np.array([sequence.limit for sequence in sequences], np.int32),
                 np.int32(-1 if end is None else end),
             )  # fmt: skip
             exact = "float32" if self._compute == "float32" else None
             with _mesh_of(self._leaves), jax.default_matmul_precision(exact):
-                first = self._run(books, rules, on_tokens)
+                first = self._run(sequences, rules, on_tokens)
         seconds = time.perf_counter() - start
-        tokens = [np.concatenate([book.prompt, np.array(book.new, np.int32)]) for book in books]
-        return tokens, Stats(tuple(book.told() for book in books), first - start, seconds)
+        tokens = [
+            np.concatenate([sequence.prompt, np.array(sequence.new, np.int32)])
+            for sequence in sequences
+        ]
+        return tokens, Stats(
+            tuple(sequence.result() for sequence in sequences), first - start, seconds
+        )
 
-    def _run(self, books: list[Book], rules: _Rules, on_tokens: Any) -> float:
+    def _run(self, sequences: list[SequenceState], rules: _Rules, on_tokens: Any) -> float:
         """Generates; the time at which the first tokens were there."""
-        lengths_B = np.array([len(book.prompt) for book in books], np.int32)
-        tokens_BT = np.zeros((len(books), self._prompt_length(int(lengths_B.max()))), np.int32)
-        for book, row_T in zip(books, tokens_BT, strict=True):
-            row_T[: len(book.prompt)] = book.prompt
+        lengths_B = np.array([len(sequence.prompt) for sequence in sequences], np.int32)
+        tokens_BT = np.zeros((len(sequences), self._prompt_length(int(lengths_B.max()))), np.int32)
+        for sequence, row_T in zip(sequences, tokens_BT, strict=True):
+            row_T[: len(sequence.prompt)] = sequence.prompt
         # A row's last token is never fed.
-        needed = int((lengths_B + rules.limit_B).max()) - 1
+        needed = int((lengths_B.astype(np.int64) + rules.limit_B).max()) - 1
         whole = self._slots(needed)
         state = _prefill(
             self._structure, self._leaves, tokens_BT, lengths_B, rules,
             slots=self._slots(tokens_BT.shape[1]),
         )  # fmt: skip
-        done_B = self._collect(books, state, np.asarray(state.last_B)[:, None], on_tokens)
+        done_B = self._collect(sequences, state, np.asarray(state.last_B)[:, None], on_tokens)
         first, made = time.perf_counter(), 1
-        segment = 1 if on_tokens else STOP_SEGMENT if any(b.stop for b in books) else SEGMENT
+        segment = 1 if on_tokens else STOP_SEGMENT if any(b.stop for b in sequences) else SEGMENT
         while not done_B.all():
             slots, used = state.cache.slots, int(lengths_B[~done_B].max()) + made - 1
             room = segment if slots == self._ring() else slots - used
             if room < 1:
                 state = _grow(state, slots=min(whole, self._slots(slots + 1)))
                 continue
-            state = replace(state, done_B=done_B)
+            state = replace(state, done_B=done_B, fault_B=np.zeros_like(done_B))
             state, tokens_BM, count = _decode(
                 self._structure, self._leaves, state, rules, np.int32(min(segment, room))
             )
             made += int(count)
-            done_B = self._collect(books, state, np.asarray(tokens_BM)[:, : int(count)], on_tokens)
+            done_B = self._collect(
+                sequences, state, np.asarray(tokens_BM)[:, : int(count)], on_tokens
+            )
         return first
 
     def _collect(
-        self, books: list[Book], state: _State, tokens_BM: np.ndarray, on_tokens: Any
+        self, sequences: list[SequenceState], state: _State, tokens_BM: np.ndarray, on_tokens: Any
     ) -> np.ndarray:
         """Adds new tokens to their rows; bool [B], which rows have ended."""
         fault_B, made_B = np.asarray(state.fault_B), np.asarray(state.made_B)
-        for book, row_M, made in zip(books, tokens_BM.tolist(), made_B.tolist(), strict=True):
-            new = book.take(row_M[: max(0, made - len(book.new))])
+        for sequence, row_M, made in zip(
+            sequences, tokens_BM.tolist(), made_B.tolist(), strict=True
+        ):
+            new = sequence.take(row_M[: max(0, made - len(sequence.new))])
             if new and on_tokens:
-                on_tokens(book.number, new)
+                on_tokens(sequence.number, new, sequence.stream())
+        ended_B = np.array([sequence.ended for sequence in sequences])
+        fault_B = fault_B & ~ended_B  # such as what the device made after a stop string
         if fault_B.any():
             row = int(np.argmax(fault_B))
-            step = int(made_B[row])
+            sequence, step = sequences[row], int(made_B[row])
             raise ValueError(
-                f"prompt {row}: the logits are not finite at new token {step + 1} (position "
-                f"{len(books[row].prompt) + step}): the weights hold NaN or infinity, or overflow "
-                f"in {self._compute}"
+                f"{sequence.name}: the logits are not finite at new token {step + 1} (position "
+                f"{len(sequence.prompt) + step}): the weights hold NaN or infinity, or overflow in "
+                f"{self._compute}"
             )
-        return np.asarray(state.done_B) | np.array([book.ended for book in books])
+        return np.asarray(state.done_B) | ended_B
 
-    def _encode(self, number: int, prompt: Prompt, tokenizer: Tokenizer | None) -> np.ndarray:
-        """A prompt's ids, int32 [n]."""
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise ValueError(f"prompt {number} is text: pass tokenizer=, or token ids")
-            ids = tokenizer.encode(prompt)
-            if not len(ids) and tokenizer.end_of_text is not None:
-                ids = np.array([tokenizer.end_of_text])
-        else:
-            ids = np.asarray(prompt)
-        if ids.size == 0:
-            raise ValueError(f"prompt {number} is empty: give it at least one token")
-        if ids.ndim != 1 or ids.dtype.kind not in "ui":
-            raise ValueError(
-                f"prompt {number} is {ids.dtype} {ids.shape}: expected integers along one axis"
-            )
-        V, context = self.config.vocab_size, self.config.context
-        if (bad := np.flatnonzero((ids < 0) | (ids >= V))).size:
-            raise ValueError(
-                f"prompt {number} has token {ids[bad[0]]} at {bad[0]}: the model's vocabulary is 0 "
-                f"to {V - 1}" + (": this is not its tokenizer" if isinstance(prompt, str) else "")
-            )
-        if context is not None and len(ids) > context:
-            raise ValueError(
-                f"prompt {number} has {len(ids):,} tokens, the model's context is {context:,}: "
-                "shorten it"
-            )
-        return ids.astype(np.int32)
+    def encode(
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer | None = None,
+        names: Sequence[str] | None = None,
+    ) -> list[np.ndarray]:
+        """The token ids of prompts, checked against the model; see `jaxslm.prompts.encode`."""
+        return encode(prompts, self.config, tokenizer, names)
 
     def _limit(self, prompt: np.ndarray, max_new_tokens: int) -> int:
         """New tokens that a prompt may get: a full context still predicts one."""
@@ -416,25 +414,6 @@ def _advance(state: _State, cache: Cache, logits_BV: jax.Array, rules: _Rules) -
 @functools.partial(jax.jit, static_argnames="slots")
 def _grow(state: _State, *, slots: int) -> _State:
     return replace(state, cache=grow(state.cache, slots))
-
-
-def _row_keys(key: jax.Array | None, rows: int, *, needed: bool) -> jax.Array:
-    """A PRNG key for each row."""
-    if key is None:
-        if needed:
-            raise ValueError(
-                "sampling needs a key: pass key=jax.random.key(seed), or temperature 0"
-            )
-        key = jax.random.key(0)
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    typed: Any = key if is_typed else jax.random.wrap_key_data(key)
-    if typed.ndim == 0:
-        return jax.vmap(jax.random.fold_in, (None, 0))(typed, jnp.arange(rows))
-    if typed.shape != (rows,):
-        raise ValueError(
-            f"key has shape {typed.shape}: expected one key, or one for each of {rows} prompts"
-        )
-    return typed
 
 
 def _devices(arrays: Any) -> list[Any]:

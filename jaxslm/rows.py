@@ -54,10 +54,11 @@ class Stats:
         return later / seconds if later and seconds > 0 else float("nan")
 
 
-class Book:
-    """The book that the host keeps of one row.
+class SequenceState:
+    """One row while it grows.
 
     Args:
+        name: what errors call the prompt.
         number: of the row.
         prompt: int32 [n].
         limit: new tokens at most.
@@ -72,14 +73,17 @@ class Book:
     """
 
     def __init__(
-        self, number: int, prompt: np.ndarray, limit: int, asked: int, end: int | None,
+        self, name: str, number: int, prompt: np.ndarray, limit: int, asked: int, end: int | None,
         tokenizer: Tokenizer | None, stop: Sequence[str],
     ):  # fmt: skip
-        self.number, self.prompt, self.limit, self.stop = number, prompt, limit, tuple(stop)
+        self.name, self.number, self.prompt, self.limit = name, number, prompt, limit
+        self.stop = tuple(stop)
         self._asked, self._end, self._tokenizer = asked, end, tokenizer
+        self._before = "" if tokenizer is None else _decode_known(tokenizer, prompt.tolist())
         self.new: list[int] = []
         self.finish: str | None = None
         self._text: str | None = None
+        self._streamed = ""
         self._settle()
 
     @property
@@ -99,7 +103,24 @@ class Book:
             self._settle()
         return self.new[before:]
 
-    def told(self) -> Row:
+    def stream(self) -> str | None:
+        """Text that is new and certain: no half of a character, no part of a stop string yet."""
+        if self._tokenizer is None:
+            return None
+        text = self._decode(len(self.new)) if self._text is None else self._text
+        if not self.ended:
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+            text = text[: len(text) - max((_overlap(text, stop) for stop in self.stop), default=0)]
+        if self._streamed.startswith(text):
+            return ""
+        same = (a == b for a, b in zip(text, self._streamed, strict=False))
+        common = (
+            len(self._streamed) if text.startswith(self._streamed) else [*same, False].index(False)
+        )
+        self._streamed = text
+        return text[common:]
+
+    def result(self) -> Row:
         """What became of the row."""
         text = self._text
         if text is None and self._tokenizer is not None:
@@ -125,11 +146,15 @@ class Book:
 
     def _decode(self, count: int) -> str:
         """The text of the first new tokens, in the light of the prompt."""
-        before = _decode_known(self._tokenizer, self.prompt.tolist())
         whole = _decode_known(self._tokenizer, self.prompt.tolist() + self.new[:count])
-        if whole.startswith(before):
-            return whole[len(before) :]
+        if whole.startswith(self._before):
+            return whole[len(self._before) :]
         return _decode_known(self._tokenizer, self.new[:count])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text that a stop string may begin with."""
+    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _decode_known(tokenizer: Any, ids: list[int]) -> str:

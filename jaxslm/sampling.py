@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 TINY = 1e-37  # temperatures below it do what it does: all but the largest logits get nothing
+LARGE = 1e6  # of temperature and penalty; beyond, float32 logits would be lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +42,29 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if not 0.0 <= self.temperature < float("inf"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+        if not 0.0 <= self.temperature <= LARGE:
             raise ValueError(
-                f"temperature must be 0 (the likeliest token) or more, got {self.temperature}"
+                f"temperature must be 0 (the likeliest token) or more, up to {LARGE:g}, got "
+                f"{self.temperature}"
             )
-        if self.top_k is not None and (self.top_k != int(self.top_k) or self.top_k < 1):
+        k = self.top_k
+        whole = isinstance(k, int | np.integer) and not isinstance(k, bool)
+        if k is not None and not (whole and k >= 1):
             raise ValueError(
-                f"top_k must be a whole number, 1 or more, or None for all tokens, got {self.top_k}"
+                f"top_k must be a whole number, 1 or more, or None for all tokens, got {k!r}"
             )
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
-        if not 0.0 < self.repetition_penalty < float("inf"):
+        if not 1 / LARGE <= self.repetition_penalty <= LARGE:
             raise ValueError(
-                f"repetition_penalty must be above 0 (1 for none), got {self.repetition_penalty}"
+                f"repetition_penalty must be from {1 / LARGE:g} to {LARGE:g} (1 for none), got "
+                f"{self.repetition_penalty}"
             )
 
     @property
@@ -82,15 +91,15 @@ class Filters:
     def of(cls, sampling: Sampling, vocab_size: int) -> "Filters":
         """The numbers as arrays; steps that change nothing are left out."""
         penalty = sampling.repetition_penalty
-        penalised = None if penalty == 1.0 else np.float32(penalty)
+        penalised = None if penalty == 1.0 else np.float64(penalty)
         if sampling.greedy:
             return cls(repetition_penalty=penalised)
         k = sampling.top_k
         return cls(
-            temperature=np.float32(max(sampling.temperature, TINY)),
+            temperature=np.float64(max(sampling.temperature, TINY)),
             top_k=None if k is None or k >= vocab_size else np.int32(k),
-            top_p=None if sampling.top_p == 1.0 else np.float32(sampling.top_p),
-            min_p=None if sampling.min_p == 0.0 else np.float32(sampling.min_p),
+            top_p=None if sampling.top_p == 1.0 else np.float64(sampling.top_p),
+            min_p=None if sampling.min_p == 0.0 else np.float64(sampling.min_p),
             repetition_penalty=penalised,
         )
 
@@ -119,24 +128,39 @@ def filter_logits(
     # From the largest: a small temperature then overflows to -inf, which has probability 0.
     logits_BV = logits_BV - logits_BV.max(-1, keepdims=True)
     logits_BV = logits_BV / jnp.asarray(filters.temperature, dtype)
-    if filters.top_k is not None or filters.top_p is not None:
-        sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-        if filters.top_k is not None:
-            least_B1 = jnp.take_along_axis(
-                sorted_BV, jnp.full((sorted_BV.shape[0], 1), filters.top_k - 1), axis=-1
-            )
-            sorted_BV = jnp.where(sorted_BV < least_B1, -jnp.inf, sorted_BV)
-            logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-        if filters.top_p is not None:
-            p_BV = jax.nn.softmax(sorted_BV, axis=-1)
-            before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
-            kept_BV = before_BV < jnp.asarray(filters.top_p, dtype)
-            least_B1 = jnp.where(kept_BV, sorted_BV, jnp.inf).min(-1, keepdims=True)
-            logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    if filters.top_k is not None:
+        kept_BV = _largest(logits_BV, jnp.ones_like(logits_BV), filters.top_k)
+        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
+    if filters.top_p is not None:
+        kept_BV = _largest(logits_BV, jax.nn.softmax(logits_BV, axis=-1), filters.top_p)
+        logits_BV = jnp.where(kept_BV, logits_BV, -jnp.inf)
     if filters.min_p is not None:  # the largest logit is 0
         least = jnp.log(jnp.asarray(filters.min_p, dtype))
-        logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
+        slack = 8 * jnp.finfo(dtype).eps * (1 + jnp.abs(least))  # of logits that tie with it
+        logits_BV = jnp.where(logits_BV < least - slack, -jnp.inf, logits_BV)
     return logits_BV
+
+
+def _largest(x_BV: jax.Array, weight_BV: jax.Array, target: Any) -> jax.Array:
+    """The largest entries of each row whose weights sum to `target` at least, and their equals.
+
+    As few as can be, but one; all where the sum of all falls short. The least of them is found bit
+    by bit, from the highest: on a CPU a tenth of the time of a sort.
+    """
+    dtype = x_BV.dtype
+    bits, unsigned = jnp.finfo(dtype).bits, f"uint{jnp.finfo(dtype).bits}"
+    pattern_BV = jax.lax.bitcast_convert_type(x_BV + 0.0, unsigned)  # + 0.0: there is no -0
+    sign = jnp.asarray(1 << (bits - 1), unsigned)
+    order_BV = jnp.where(pattern_BV >= sign, ~pattern_BV, pattern_BV | sign)  # as the floats
+    target = jnp.asarray(target, dtype)
+
+    def with_bit(number: jax.Array, least_B1: jax.Array) -> jax.Array:
+        higher_B1 = least_B1 | (sign >> number.astype(unsigned))
+        enough_B1 = jnp.where(order_BV >= higher_B1, weight_BV, 0.0).sum(-1, keepdims=True)
+        return jnp.where(enough_B1 >= target, higher_B1, least_B1)
+
+    least_B1 = jax.lax.fori_loop(0, bits, with_bit, jnp.zeros_like(order_BV[:, :1]))
+    return order_BV >= jnp.minimum(least_B1, order_BV.max(-1, keepdims=True))
 
 
 def choose(

@@ -58,7 +58,7 @@ class Tokenizer(Protocol):
         """The text of ids; bytes that are no whole character become U+FFFD.
 
         Raises:
-            ValueError: an id is not in the vocabulary.
+            ValueError: an id is not in the vocabulary, or the tokenizer cannot decode it.
         """
         ...
 
@@ -241,13 +241,25 @@ class BPETokenizer:
         for text in texts:
             _utf8(text)
         tokenizer = self._with_special if special else self._plain
-        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises nothing more exact
+            raise ValueError(
+                f"the tokenizer cannot encode the text ({error}): it has no id for something in "
+                "it; add an unknown token to its vocabulary, or use a tokenizer that has every byte"
+            ) from None
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """See Tokenizer."""
         checked = _checked(ids, self.vocab_size)
-        return self._plain.decode(checked.tolist(), skip_special_tokens=False)
+        try:
+            return self._plain.decode(checked.tolist(), skip_special_tokens=False)
+        except Exception as error:  # the library raises nothing more exact
+            raise ValueError(
+                f"the tokenizer cannot decode the ids ({error}): use the tokenizer that they were "
+                "made with, or mend the decoder in its tokenizer.json"
+            ) from None
 
     def save(self, folder: Path) -> Path:
         """See Tokenizer."""

@@ -6,6 +6,7 @@ model.safetensors holds one tensor a parameter, named by its path in the module
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -21,11 +22,12 @@ from jaxslm.files import atomic_output
 from jaxslm.models import MODELS, Config, Model, model_name
 from jaxslm.safetensors_io import TensorSpec, map_tensors, write_tensors
 from jaxslm.sharding import plan
+from jaxslm.tokenizer import FILE as TOKENIZER_FILE
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 FORMAT_VERSION = 2
-OWNED_FILES = (CONFIG_FILE, WEIGHTS_FILE, "parity.json", "optimizer.safetensors", "tokenizer.json")
+OWNED_FILES = (CONFIG_FILE, WEIGHTS_FILE, "parity.json", "optimizer.safetensors", TOKENIZER_FILE)
 
 
 def load(path: str | Path, *, mesh: Mesh | None = None) -> Model:
@@ -63,15 +65,18 @@ def save(model: Model, path: str | Path, *, overwrite: bool = False) -> None:
     Args:
         model: the model; parameters keep their dtypes.
         path: folder to create.
-        overwrite: replace an earlier model folder.
+        overwrite: replace an earlier model folder, all but its tokenizer.json.
 
     Raises:
         FileExistsError: the folder exists and may not be replaced.
     """
+    earlier = Path(path) / TOKENIZER_FILE
     arrays = {name: np.asarray(value) for name, value in to_arrays(model).items()}
     specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays.items()}
     with atomic_output(Path(path), overwrite=overwrite, owns=OWNED_FILES) as folder:
         write_folder(folder, model.config, specs, arrays.__getitem__)
+        if earlier.is_file():
+            shutil.copyfile(earlier, folder / TOKENIZER_FILE)
 
 
 def is_model_folder(path: Path) -> bool:

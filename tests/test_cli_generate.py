@@ -56,7 +56,10 @@ def test_the_same_seed_gives_the_same_text_and_another_another(folder, run):
 
 def test_a_stream_prints_the_same_text(folder, run):
     words = ["generate", folder, "--prompt", "Prince", "--tokens", 25]
-    assert run(*words, "--stream")[1] == run(*words)[1]
+    plain = run(*words)[1]
+    assert run(*words, "--stream")[1] == plain
+    stop = plain[12:14]
+    assert run(*words, "--stream", "--stop", stop)[1] == run(*words, "--stop", stop)[1]
 
 
 def test_prompts_of_a_file_become_lines_of_json_whatever_the_batch(folder, run, tmp_path):
@@ -113,17 +116,66 @@ def test_a_tokenizer_may_be_named(bare, run, tmp_path):
     assert out.startswith("abc")
 
 
-def test_a_stop_string_may_hold_a_line_end(folder, run):
-    words = ["generate", folder, "--prompt", "x", "--tokens", 63, "--temperature", 1.5]
-    words += ["--top-k", "None", "--seed", 2]
-    free = run(*words)[1]
-    stop = next(c for c in free[5:] if c.isprintable() and c not in "x\\\N{REPLACEMENT CHARACTER}")
-    out = run(*words, "--stop", stop, r"\n")[1]
-    assert out.rstrip("\n") == free[: min(free.index(stop, 1), *_lines(free)) + 1].rstrip("\n")
+def test_a_stop_string_may_hold_a_line_end(folder, run, tmp_path):
+    words = ["generate", folder, "--prompt", "x", "--tokens", 63, "--temperature", 3.0]
+    words += ["--top-k", "None", "--jsonl"]
+    for seed in range(20):
+        run(*words, tmp_path / f"{seed}.jsonl", "--seed", seed)
+        free = json.loads((tmp_path / f"{seed}.jsonl").read_text())["text"]
+        if "\n" in free[:-1]:
+            break
+    run(*words, tmp_path / "stopped.jsonl", "--seed", seed, "--stop", r"\n")
+    row = json.loads((tmp_path / "stopped.jsonl").read_text())
+    assert row["finish"] == "stop"
+    assert row["text"] == free[: free.index("\n") + 1]
 
 
-def _lines(text):
-    return [text.index("\n"), len(text)]
+def test_a_prompt_file_is_cut_at_line_ends_only(folder, run, tmp_path):
+    texts = ["A\x0cB", "C\u2028D", "E\x85F"]
+    (tmp_path / "p.txt").write_bytes(("\ufeff" + "\r\n".join(texts) + "\r\n").encode())
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "p.JSONL").write_text("\ufeff" + "\n".join(lines), "utf-8")
+    for name in ("p.txt", "p.JSONL"):
+        out = tmp_path / f"{name}.out"
+        assert run("generate", folder, "--prompts", tmp_path / name, "--tokens", 1, "--jsonl", out)
+        found = [json.loads(line)["prompt"] for line in out.read_text().splitlines()]
+        assert found == texts
+
+
+def test_what_was_made_before_a_failure_is_kept_and_said(folder, run, tmp_path, monkeypatch):
+    from jaxslm.generation import Generator
+
+    (tmp_path / "p.txt").write_text("one\ntwo\nthree")
+    usual, calls = Generator.__call__, []
+
+    def fail(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: 3 GB")
+        return usual(self, *arguments, **options)
+
+    words = ["generate", folder, "--prompts", tmp_path / "p.txt", "--tokens", 2, "--batch-size", 1]
+    words += ["--jsonl", tmp_path / "out.jsonl"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Generator, "__call__", fail)
+        code, _, err = run(*words)
+    assert code == 2
+    assert "2 finished samples are in" in err
+    assert "the devices' memory is not enough: take smaller batches" in err
+    assert not (tmp_path / "out.jsonl").exists()
+    kept = (tmp_path / "out.jsonl.partial").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in kept] == ["one", "two"]
+    code, _, err = run(*words)
+    assert code == 2
+    assert "holds samples of a run that failed" in err
+    assert run(*words, "--overwrite")[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "p.txt"]
+
+
+def test_ids_and_text_of_a_prompt_in_ids(folder, run):
+    code, out, _ = run("generate", folder, "--prompt-ids", "97,98", "--tokens", 2)
+    assert code == 0
+    assert out.startswith("ab")
 
 
 def test_special_tokens_are_text_unless_asked_for(folder, run, tmp_path):
@@ -146,7 +198,12 @@ def test_the_context_is_said(folder, run):
     [
         (["--prompt", "a", "--temperature", "-1"], "temperature must be 0"),
         (["--prompt", "a", "--top-k", "0"], "top_k must be a whole number"),
-        (["--prompt", "a", "--tokens", "-1"], "max_new_tokens must be 0 or more"),
+        (["--prompt", "a", "--tokens", "-1"], "max_new_tokens must be a whole number"),
+        (["--prompt", "a", "--tokens", "3000000000"], "max_new_tokens must be a whole number"),
+        (["--prompt", "a", "--seed", str(2**32)], "--seed 4294967296: give 0 to"),
+        (["--prompt", "a", "--stop", "x", ""], "strings that are not empty"),
+        (["--prompts", "{room}/late.txt", "--batch-size", "1"], "late.txt line 3 has 70 tokens"),
+        (["--prompts", "{room}/p.ndjson"], "name it .jsonl"),
         (["--prompt", "a", "--samples", "0"], "give 1 or more"),
         (["--prompt", "a", "--seed", "-1"], "--seed -1"),
         (["--prompt", "a", "--prompt-ids", "1"], "--prompt and --prompt-ids: give one of them"),
@@ -166,6 +223,8 @@ def test_the_context_is_said(folder, run):
 )
 def test_what_cannot_be_is_refused(options, words, folder, refused, tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "late.txt").write_text("a\n\n" + "b" * 70)
+    (tmp_path / "p.ndjson").write_text("{}")
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "x"}\n{"prompt\n')
     refused(tmp_path, words, "generate", folder, *(o.format(room=tmp_path) for o in options))

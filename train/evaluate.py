@@ -54,10 +54,14 @@ def evaluate(
         mesh: sizes of data (-1: the devices left), fsdp and tensor.
         progress: told in words what is being done.
 
+    Returns:
+        The figures. The shortest length is measured first; where a later one fails, they are of the
+        lengths before it, and `failure` says why there are no others.
+
     Raises:
         ValueError: what is given is not what it should be or does not fit, which is found before
-            any work; the devices' memory is not enough; or a loss is not finite: its place is
-            named, for a mean would say nothing.
+            any work; or, at the first length, the devices' memory is not enough or a loss is not
+            finite: its place is named, for a mean would say nothing.
         OSError: a file cannot be read.
     """
     _check_model(model)
@@ -82,15 +86,22 @@ def evaluate(
     ]
     if batches is not None and len(passes) > 1:
         notes.append("under a limit of batches each length is measured on another text")
-    results = [
-        _result(each, _losses(config, params, devices, each, progress), counted, trained)
-        for each in passes
-    ]
+    results, failure = [], None
+    for each in passes:
+        losses = _losses(config, params, devices, each, progress)
+        try:
+            results.append(_result(each, losses, counted, trained))
+        except ValueError as error:
+            if not results:
+                raise
+            left = ", ".join(f"{other.length:,}" for other in passes[len(results) :])
+            failure = f"not measured at length {left}: {error}"
+            break
     return Evaluation(
         model=str(model), kind=model_name(config), data=str(data), training_length=trained,
         parameters=sum(array.size for array in arrays.values()),
         tokenizer=None if counted.tokenizer is None else str(counted.tokenizer),
-        lengths=tuple(results), notes=tuple(notes),
+        lengths=tuple(results), notes=tuple(notes), failure=failure,
     )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ class Evaluation:
         tokenizer: the file that bytes were counted by.
         lengths: the results, shortest first.
         notes: what the user should know.
+        failure: which lengths could not be measured and why; None where all were.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Evaluation:
     tokenizer: str | None
     lengths: tuple[LengthResult, ...]
     notes: tuple[str, ...]
+    failure: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; an infinite perplexity is null."""
@@ -135,7 +137,10 @@ def check_outputs(json: Path | None, plot: Path | None) -> None:
 
 
 def print_evaluation(found: Evaluation, console: Console) -> None:
-    """The figures in two tables: by length, and by length and position."""
+    """The figures in two tables: by length, and by length and position.
+
+    A failure is left to the caller, whose exit status says it too.
+    """
     console.print(
         f"{found.model}: {found.kind}, {found.parameters:,} parameters, context "
         f"{found.training_length:,}; on {found.data}\n"

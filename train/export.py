@@ -1,5 +1,6 @@
 """A run's checkpoint as a model folder."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,8 @@ def export(
             )  # fmt: skip
         if (run / FILE).exists():
             load_tokenizer(run / FILE).save(folder)
+        elif (destination / FILE).is_file():  # of the folder that is replaced
+            shutil.copyfile(destination / FILE, folder / FILE)
     size = sum(value.size for value in params.values())
     return Exported(config=config.model, step=number, parameters=size, notes=tuple(notes))
 

@@ -120,6 +120,7 @@ class _Run:
         for note in (*self._words(before), *self.layout.notes_in_words(), *notes):
             self.metrics.say(note)
         self.evaluate: Any = None  # compiled when first needed
+        self.sample_due = self.samples_fail = False
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []
 
     def go(self) -> int:
@@ -178,6 +179,7 @@ class _Run:
                     self._save(done)
                 if stopping:
                     return
+                self._sample_if_due(done)
 
     def _flush(self, *, leave: int = 0, report: bool = False) -> None:
         """Records the pending updates but the latest `leave`, and looks at what they say."""
@@ -207,8 +209,7 @@ class _Run:
             result = self._evaluate(self.evaluation)
         if result is not None:
             self.metrics.evaluation(done, *result)
-            with self.metrics.paused():
-                self._sample(done)
+            self.sample_due = not self.samples_fail
 
     def _evaluate(self, data: EvaluationBatches) -> tuple[float, int] | None:
         """Mean loss and number of targets over the fixed set; None if a signal came."""
@@ -231,18 +232,18 @@ class _Run:
         tokens = int(np.sum(counts))
         return float(np.sum(np.asarray(losses, np.float64)) / max(tokens, 1)), tokens
 
-    def _sample(self, done: int) -> None:
-        """Shows what the model writes by now; never in the way of the run."""
+    def _sample_if_due(self, done: int) -> None:
+        """Shows what the model writes after an evaluation; no failure of it ends the run."""
         config = self.config
         path, tokens = config.out / FILE, config.eval.sample_tokens
-        if not tokens or jax.process_count() > 1 or not path.exists():
+        if not self.sample_due or not tokens or jax.process_count() > 1 or not path.exists():
             return
-        tokenizer, prompt = load_tokenizer(path), config.eval.sample_prompt
-        if not prompt and tokenizer.end_of_text is None:
-            prompt = "\n"
-        params = self.state.params
+        self.sample_due, params = False, self.state.params
 
         def work() -> str:
+            tokenizer, prompt = load_tokenizer(path), config.eval.sample_prompt
+            if not prompt and tokenizer.end_of_text is None:
+                prompt = "\n"
             _, stats = generate(
                 from_arrays(config.model, params), [prompt], max_new_tokens=tokens,
                 sampling=Sampling(temperature=0.8, top_k=200), tokenizer=tokenizer,
@@ -251,11 +252,13 @@ class _Run:
             return prompt.lstrip("\n") + (stats.rows[0].text or "")
 
         try:
-            self.metrics.sample(done, self.stop.during(work))
+            with self.metrics.paused():
+                self.metrics.sample(done, self.stop.during(work))
         except StopRequested:
             return
-        except ValueError as error:
-            self.metrics.say(f"step {done}: no sample: {error}")
+        except Exception as error:  # such as a device without room for another copy of the model
+            self.samples_fail = True
+            self.metrics.say(f"step {done}: no sample, and none from here on: {error}")
 
     def _save(self, done: int) -> None:
         """Saves a step once."""

@@ -101,12 +101,14 @@ def _lengths(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[int, int] | 
     elif tokenizer.kind == "char":
         found = {id_: len(c.encode("utf-8")) for id_, c in enumerate(content["characters"])}
     else:
-        decoder = content.get("decoder") or {}
+        decoder, model = content.get("decoder") or {}, content["model"]
         kinds = {part.get("type") for part in decoder.get("decoders", [decoder])}
-        if kinds != {"ByteLevel"}:
+        # Early files, GPT-2's among them, do not say the model's type; BPE alone has merges.
+        is_bpe = model.get("type", "BPE") == "BPE" and "merges" in model
+        if kinds != {"ByteLevel"} or not is_bpe or not isinstance(model["vocab"], dict):
             return None
         # A byte-level token is written with one character for each of its bytes.
-        found = {id_: len(token) for token, id_ in content["model"]["vocab"].items()}
+        found = {id_: len(token) for token, id_ in model["vocab"].items()}
         for added in content.get("added_tokens", ()):
             text = "" if added["special"] else added["content"]
             found[added["id"]] = len(text.encode("utf-8"))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxslm.attention import attend
-from jaxslm.cache import Cache, LayerCache, Past, attend_cached
+from jaxslm.cache import Cache, Past, attend_cached
 from jaxslm.layers import (
     REMAT_POLICIES,
     RMSNorm,
@@ -102,16 +102,17 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, rope: RopeTables, past: Past | None = None
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, Any]:
         """Returns the residual update, [B, T, D] in x's dtype, and the keys and values.
 
-        They are x's own or, where T is 1 and there is a past, the cache with x's.
+        They are x's own, [B, T, K, H] each, or, where there is a past of which x is the next
+        position, its LayerCache with x's.
         """
         q_BTNH = rotate(contract("btd,dnh->btnh", x_BTD, self.wq[...]), rope)
         k_BTKH = rotate(contract("btd,dkh->btkh", x_BTD, self.wk[...]), rope)
         v_BTKH = contract("btd,dkh->btkh", x_BTD, self.wv[...])
         if past is None:
-            o_BTNH, layer = attend(q_BTNH, k_BTKH, v_BTKH), LayerCache(k_BTKH, v_BTKH)
+            o_BTNH, layer = attend(q_BTNH, k_BTKH, v_BTKH), (k_BTKH, v_BTKH)
         else:
             o_BTNH, layer = attend_cached(q_BTNH, k_BTKH, v_BTKH, *past)
         return contract("btnh,nhd->btd", o_BTNH, self.wo[...]), layer
@@ -146,7 +147,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, rope: RopeTables, past: Past | None = None
-    ) -> tuple[jax.Array, jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """Returns the stream after attention and after the MLP, and the keys and values."""
         update_BTD, layer = self.attention(self.attention_norm(x_BTD), rope, past)
         middle_BTD = x_BTD + update_BTD
@@ -229,7 +230,7 @@ class Lumen(nnx.Module):
             middle_BTD, out_BTD, own = block(x_BTD, (cos[:T], sin[:T]))
             out_BTD = constrain(out_BTD, BATCH, None, None)
             stack = {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
-            stack |= {"keys": own.k_BSKH, "values": own.v_BSKH} if keys_values else {}
+            stack |= {"keys": own[0], "values": own[1]} if keys_values else {}
             return out_BTD, stack
 
         dtype = compute_dtype(config.dtype)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxslm.attention import WINDOW_MODES, attend
-from jaxslm.cache import Cache, LayerCache, Past, attend_cached
+from jaxslm.cache import Cache, Past, attend_cached
 from jaxslm.layers import (
     REMAT_POLICIES,
     LayerNorm,
@@ -146,10 +146,11 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, key: jax.Array | None, past: Past | None = None
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, Any]:
         """Returns the residual update, [B, T, D] in x's dtype, and the keys and values.
 
-        They are x's own or, where T is 1 and there is a past, the cache with x's.
+        They are x's own, [B, T, K, H] each, or, where there is a past of which x is the next
+        position, its LayerCache with x's.
         """
         config = self.config
         q_BTNH = contract("btd,dnh->btnh", x_BTD, self.wq[...])
@@ -168,7 +169,7 @@ class Attention(nnx.Module):
             "window_mode": config.window_mode,
         }
         if past is None:
-            layer = LayerCache(k_BTNH, v_BTNH)
+            layer = (k_BTNH, v_BTNH)
             o_BTNH = attend(
                 q_BTNH, k_BTNH, v_BTNH, dropout_rate=config.dropout, dropout_key=key, **distance
             )
@@ -212,7 +213,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, key: jax.Array | None, past: Past | None = None
-    ) -> tuple[jax.Array, jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, jax.Array, Any]:
         """Returns the stream after attention and after the MLP, and the keys and values.
 
         The key is this layer's.
@@ -291,7 +292,7 @@ class Ripple(nnx.Module):
             middle_BTD, out_BTD, own = block(x_BTD, layer_key)
             out_BTD = constrain(out_BTD, BATCH, None, None)
             stack = {"attention": middle_BTD, "block": out_BTD} if every_layer else {}
-            stack |= {"keys": own.k_BSKH, "values": own.v_BSKH} if keys_values else {}
+            stack |= {"keys": own[0], "values": own[1]} if keys_values else {}
             return out_BTD, stack
 
         y_BTD, stack = through(self.blocks, layer, x_BTD, unroll=config.unroll, remat=config.remat)

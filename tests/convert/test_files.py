@@ -24,6 +24,7 @@ from convert.counterparts import build
 from convert.files import folder_to_torch, parse_size, torch_to_folder
 from convert.tables import TABLES
 from jaxslm import GPTConfig
+from jaxslm.tokenizer import ByteTokenizer, CharTokenizer
 from jaxslm.weights import map_folder
 from tests.convert.checkpoints import (
     CONTAINERS,
@@ -40,6 +41,7 @@ from tests.convert.checkpoints import (
 from tests.golden.make_golden import build_original, load_originals
 
 MODELS = ["lumen", "gpt", "ripple"]
+LETTERS = "".join(map(chr, range(0x100, 0x400)))
 BACK = ["back.pt", "back.pth", "back.bin", "back.safetensors", "back"]
 
 
@@ -409,6 +411,54 @@ def test_overwrite_replaces_the_whole_output(made):
     assert_equal(load_torch(made / "back.pt"), state_of("gpt"))
     names = ["a.pt", "b.pt", "back", "back.pt", "out"]
     assert sorted(path.name for path in made.iterdir()) == names
+
+
+def test_overwrite_keeps_an_earlier_tokenizer_that_fits(made):
+    """Where none is named and the source brings none."""
+    size, out = config_of("gpt").vocab_size, made / "out"
+    saved = CharTokenizer(LETTERS[:size]).save(out).read_bytes()
+    done = torch_to_folder(made / "a.pt", out, overwrite=True)
+    assert done.notes == (f"tokenizer: kept from the earlier {out}",)
+    assert (out / "tokenizer.json").read_bytes() == saved
+    ByteTokenizer().save(made)
+    refused(made, "257 ids, the model knows", torch_to_folder, made / "a.pt", out, overwrite=True,
+            tokenizer=made / "tokenizer.json", error=ValueError)  # fmt: skip
+    (made / "named").mkdir()
+    named = CharTokenizer("abc").save(made / "named")
+    done = torch_to_folder(made / "a.pt", out, overwrite=True, tokenizer=named)
+    assert (done.notes, (out / "tokenizer.json").read_bytes()) == ((), named.read_bytes())
+
+
+@pytest.mark.parametrize("content", ["too many ids", "{"])
+def test_overwrite_leaves_out_an_earlier_tokenizer_that_does_not_fit(made, content):
+    size, out = config_of("gpt").vocab_size, made / "out"
+    if content == "{":
+        (out / "tokenizer.json").write_text(content)
+        words = "is no tokenizer that can be read"
+    else:
+        CharTokenizer(LETTERS[: size + 1]).save(out)
+        words = f"has {size + 1} ids, the model knows {size}: it is another model's tokenizer"
+    [note] = torch_to_folder(made / "a.pt", out, overwrite=True).notes
+    assert note.startswith(f"the tokenizer of the earlier {out} is left out: ")
+    assert words in note
+    assert sorted(tree(out)) == ["config.json", "model.safetensors", "parity.json"]
+
+
+def test_tokenizer_beside_the_weights_comes_before_an_earlier_one(tmp_path):
+    source = CONTAINERS["sharded safetensors"](tmp_path / "it", "gpt", state_of("gpt"))
+    source = source if source.is_dir() else source.parent
+    torch_to_folder(source, tmp_path / "out")
+    earlier = CharTokenizer("abc").save(tmp_path / "out").read_bytes()
+    ByteTokenizer().save(source)
+    left, kept = torch_to_folder(source, tmp_path / "out", overwrite=True).notes
+    assert left.startswith("the tokenizer beside the weights is left out: ")
+    assert kept == f"tokenizer: kept from the earlier {tmp_path / 'out'}"
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == earlier
+    (source / "tokenizer.json").unlink()
+    beside = CharTokenizer("ab").save(source)
+    done = torch_to_folder(source, tmp_path / "out", overwrite=True)
+    assert done.notes == (f"tokenizer: {beside}",)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == beside.read_bytes()
 
 
 def test_output_never_replaces_its_own_source(tmp_path):

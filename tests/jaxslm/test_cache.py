@@ -1,7 +1,5 @@
 """The key-value cache: what decoding gives is what the full forward pass gives, at every step."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +123,7 @@ def test_slots_hold_the_latest_positions(slots):
 
 
 def layer(slots, value=0.0):
-    return LayerCache(*(jnp.full((2, slots, 1, 4), value, jnp.float32) for _ in range(2)))
+    return LayerCache(*(jnp.full((2, 1, slots, 4), value, jnp.float32) for _ in range(2)))
 
 
 def test_a_full_cache_gives_nan_and_is_not_overwritten():
@@ -133,8 +131,8 @@ def test_a_full_cache_gives_nan_and_is_not_overwritten():
     out, after = attend_cached(new, new, new, layer(4), jnp.array([3, 4]))
     assert np.isfinite(out[0]).all()
     assert np.isnan(out[1]).all()
-    assert np.asarray(after.k_BSKH[0, 3] == 1).all()
-    assert not np.asarray(after.k_BSKH[1]).any()
+    assert np.asarray(after.k_BKSH[0, :, 3] == 1).all()
+    assert not np.asarray(after.k_BKSH[1]).any()
 
 
 def test_a_ring_takes_the_slot_of_the_position_that_left_the_window():
@@ -143,7 +141,7 @@ def test_a_ring_takes_the_slot_of_the_position_that_left_the_window():
         new, new, new, layer(3), jnp.array([3, 7]), window=3, window_mode="exact"
     )
     assert np.isfinite(out).all()
-    assert [np.flatnonzero(after.k_BSKH[row, :, 0, 0]).tolist() for row in (0, 1)] == [[0], [1]]
+    assert [np.flatnonzero(after.k_BKSH[row, 0, :, 0]).tolist() for row in (0, 1)] == [[0], [1]]
 
 
 @pytest.mark.parametrize("config", [LUMEN, GPT], ids=lambda c: type(c).__name__)
@@ -165,8 +163,8 @@ def test_growing_keeps_what_is_there_and_is_refused_backwards():
     assert grown.slots == 8
     for before, after in zip(jax.tree.leaves(cache), jax.tree.leaves(grown), strict=True):
         if before.ndim == 4:
-            np.testing.assert_array_equal(after[:, :5], before)
-            assert not np.asarray(after[:, 5:]).any()
+            np.testing.assert_array_equal(after[:, :, :5], before)
+            assert not np.asarray(after[:, :, 5:]).any()
     with pytest.raises(ValueError, match="8 slots, more than 4"):
         grow(grown, 4)
 
@@ -174,13 +172,13 @@ def test_growing_keeps_what_is_there_and_is_refused_backwards():
 def test_padding_after_a_prompt_is_not_kept():
     k = jnp.full((1, 2, 6, 1, 2), jnp.nan).at[:, 0, :6].set(1.0).at[:, 1, :2].set(1.0)
     cache = fill(k, k, jnp.array([6, 2]), 8, jnp.float32)
-    assert np.isfinite(cache.layers[0].k_BSKH).all()
+    assert np.isfinite(cache.layers[0].k_BKSH).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes_stay(dtype):
     new = jnp.ones((2, 1, 1, 4), dtype)
     old = jax.tree.map(lambda x: x.astype(dtype), layer(4))
-    out, after = jax.jit(partial(attend_cached))(new, new, new, old, jnp.array([0, 1]))
+    out, after = jax.jit(attend_cached)(new, new, new, old, jnp.array([0, 1]))
     assert out.dtype == dtype
-    assert after.k_BSKH.dtype == dtype
+    assert after.k_BKSH.dtype == dtype

@@ -201,10 +201,11 @@ def test_rows_end_at_their_own_end_of_text_which_appears_once():
 
 
 def test_end_of_text_in_a_prompt_ends_nothing():
-    rows, _ = generate(
-        random_model(GPT), [[3, 3, 3]], max_new_tokens=4, sampling=GREEDY, end_of_text=V
-    )
-    assert len(rows[0]) == 7
+    model, prompt = random_model(GPT), [3, 5, 3]
+    free, _ = generate(model, [prompt], max_new_tokens=4, sampling=GREEDY)
+    assert 3 not in free[0][3:]
+    rows, _ = generate(model, [prompt], max_new_tokens=4, sampling=GREEDY, end_of_text=3)
+    np.testing.assert_array_equal(rows[0], free[0])
 
 
 def test_stop_strings_end_a_row_and_appear_once():
@@ -229,11 +230,64 @@ def test_stop_strings_end_a_row_and_appear_once():
     )
 
 
+class Words:
+    """A tokenizer whose texts are not the sums of their parts, as WordPiece's; 7 is half a word."""
+
+    kind, vocab_size, end_of_text = "words", V - 2, None
+
+    def encode(self, text, *, special=False):
+        return np.array([int(word[1:]) for word in text.split()], np.int32)
+
+    def decode(self, ids):
+        words = ["\N{REPLACEMENT CHARACTER}" if id_ == 7 else f"w{id_}" for id_ in ids]
+        return " ".join(words).replace("\N{REPLACEMENT CHARACTER} w", "é")
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Words()], ids=["byte", "words"])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_streamed_text_is_the_text(tokenizer, stopped):
+    model = text_model() if tokenizer.kind == "byte" else random_model(GPT)
+    prompt, seed = ("Prince" if tokenizer.kind == "byte" else "w1 w2"), 0
+    options = {"max_new_tokens": 80, "tokenizer": tokenizer, "end_of_text": None}
+    sampling = Sampling(temperature=1.4)
+    options |= {"key": jax.random.key(seed), "sampling": sampling}
+    _, free = generate(model, [prompt], **options)
+    text = free.rows[0].text
+    stop = [text[50:54]] if stopped else []
+    parts = []
+    _, stats = generate(
+        model, [prompt], stop=stop, on_tokens=lambda row, new, text: parts.append(text), **options
+    )
+    _, plain = generate(model, [prompt], stop=stop, **options)
+    assert "".join(parts) == stats.rows[0].text == plain.rows[0].text
+    assert len(parts) > 5
+    if stopped:
+        assert stats.rows[0].finish == "stop"
+
+
+def test_what_the_device_made_after_a_stop_string_is_no_fault():
+    """Segments are longer than rows: NaN in what is thrown away must not end the others."""
+    config = RippleConfig(vocab_size=257, n_embd=24, n_layer=2, n_head=3, block_size=16)
+    arrays = {name: jnp.asarray(value) for name, value in random_arrays(config).items()}
+    options = {"max_new_tokens": 14, "sampling": GREEDY, "tokenizer": ByteTokenizer()}
+    free, told = generate(from_arrays(config, arrays), ["ab"], **options)
+    new = free[0][2:].tolist()
+    bad = next(t for t in new[6:12] if t not in new[:6] and t not in b"ab")
+    stop = told.rows[0].text[2:4]
+    arrays["embedding"] = arrays["embedding"].at[bad].set(jnp.nan)
+    model = from_arrays(config, arrays)
+    with pytest.raises(ValueError, match="not finite"):
+        generate(model, ["ab"], **options)
+    _, stats = generate(model, ["ab"], stop=[stop], **options)
+    assert stats.rows[0].finish == "stop"
+
+
 def test_tokens_are_handed_over_as_they_are_made():
     model, seen = random_model(RIPPLE), {0: [], 1: []}
     prompts, calls = prompts_of([3, 40]), []
 
-    def on_tokens(row, new):
+    def on_tokens(row, new, text):
+        assert text is None
         seen[row] += new
         calls.append(len(new))
 
@@ -245,14 +299,14 @@ def test_tokens_are_handed_over_as_they_are_made():
 
 def test_the_repetition_penalty_counts_prompt_and_new_tokens():
     model, prompts = random_model(GPT), prompts_of([6, 30])
-    sampling = Sampling(temperature=0.0, repetition_penalty=1e6)
+    sampling = Sampling(temperature=0.0, repetition_penalty=1e5)
     rows, _ = generate(model, prompts, max_new_tokens=8, sampling=sampling)
     for prompt, row in zip(prompts, rows, strict=True):
         new = row[len(prompt) :].tolist()
         for step, token in enumerate(new):
             logits = np.asarray(forward(model, row[None, : len(prompt) + step]))[0, -1]
             seen = np.isin(np.arange(V), row[: len(prompt) + step])
-            penalised = np.where(seen, np.where(logits > 0, logits / 1e6, logits * 1e6), logits)
+            penalised = np.where(seen, np.where(logits > 0, logits / 1e5, logits * 1e5), logits)
             assert token == penalised.argmax()
 
 
@@ -286,7 +340,19 @@ def test_an_empty_text_begins_a_document():
         ([[[1]]], {}, "expected integers along one axis"),
         (["text"], {}, "prompt 0 is text: pass tokenizer="),
         (["text"], {"tokenizer": ByteTokenizer()}, "this is not its tokenizer"),
-        ([[1]], {"max_new_tokens": -1}, "max_new_tokens must be 0 or more"),
+        ([[1]], {"max_new_tokens": -1}, "max_new_tokens must be a whole number"),
+        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
+        ([[1]], {"max_new_tokens": None}, "max_new_tokens must be a whole number"),
+        ([[1]], {"max_new_tokens": 2**31}, "max_new_tokens must be a whole number"),
+        ("text", {"tokenizer": ByteTokenizer()}, r"pass a list of them, \[prompt\]"),
+        ([1, 2], {}, r"pass a list of them, \[prompt\]"),
+        ([[[1], [1, 2]]], {}, "prompt 0: expected integers along one axis"),
+        ([[1]], {"key": 0}, "key must be a PRNG key"),
+        ([[1]], {"end_of_text": "</s>"}, "end_of_text must be a token id"),
+        ([[1]], {"end_of_text": 5.7}, "end_of_text must be a token id"),
+        ([[1]], {"end_of_text": V}, f"end_of_text {V} is no token"),
+        ([[1]], {"stop": ["x", ""], "tokenizer": ByteTokenizer()}, "strings that are not empty"),
+        ([[1]], {"stop": [5], "tokenizer": ByteTokenizer()}, "strings that are not empty"),
         ([[1]], {"sampling": Sampling()}, "sampling needs a key"),
         ([[1]], {"key": jax.random.split(jax.random.key(0), 2)}, "one for each of 1 prompts"),
         ([[1]], {"stop": ["x"]}, "stop strings need the tokenizer"),

@@ -89,9 +89,32 @@ def test_top_k_of_the_whole_vocabulary_or_more_leaves_no_filter():
     assert Filters.of(Sampling(top_k=V - 1), V).top_k == V - 1
 
 
+def test_equals_of_the_threshold_of_min_p_are_kept():
+    logits = np.log(np.array([[0.4, 0.2, 0.2, 0.2]], np.float32))
+    np.testing.assert_allclose(distribution(logits, Sampling(min_p=0.5)), np.exp(logits), rtol=1e-6)
+
+
+def test_zeros_of_both_signs_are_equals():
+    found = distribution(np.array([[0.0, -0.0, -1.0]], np.float32), Sampling(top_k=1))
+    np.testing.assert_allclose(found, [[0.5, 0.5, 0.0]])
+
+
+def test_filters_keep_the_digits_of_float64(x64):
+    logits = logits_of(5).astype(np.float64)
+    sampling = Sampling(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
+    seen = np.arange(V) % 2 == np.zeros((3, 1))
+    found = distribution(logits, sampling, jnp.asarray(seen))
+    np.testing.assert_allclose(found, by_definition(logits, sampling, seen), atol=1e-15)
+
+
 def test_a_distribution_that_is_one_token_stays_it():
     logits = np.array([[0.0, 50.0, 0.0]], np.float32)
-    for sampling in (Sampling(top_p=1e-9), Sampling(min_p=1.0), Sampling(top_k=1)):
+    for sampling in (
+        Sampling(top_p=1e-9),
+        Sampling(top_p=5e-324),
+        Sampling(min_p=1.0),
+        Sampling(top_k=1),
+    ):
         np.testing.assert_array_equal(distribution(logits, sampling), [[0.0, 1.0, 0.0]])
 
 
@@ -124,11 +147,17 @@ def test_the_penalty_acts_at_temperature_zero_too():
         ({"temperature": float("inf")}, "temperature must be 0"),
         ({"top_k": 0}, "top_k must be a whole number, 1 or more"),
         ({"top_k": 2.5}, "top_k must be a whole number"),
+        ({"temperature": 1e39}, "temperature must be 0"),
+        ({"temperature": "1"}, "temperature must be a number"),
+        ({"top_k": float("nan")}, "top_k must be a whole number"),
+        ({"top_k": True}, "top_k must be a whole number"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty must be from"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty must be from"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"top_p": 1.1}, "top_p must be above 0"),
         ({"min_p": -0.1}, "min_p must be from 0 to 1"),
         ({"min_p": 1.5}, "min_p must be from 0 to 1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(options, words):

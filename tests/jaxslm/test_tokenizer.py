@@ -169,6 +169,33 @@ def test_padding_and_truncation_of_the_file_lose_nothing(tmp_path, bpe):
     assert load_tokenizer(path).encode(TEXTS[1]).tolist() == bpe.encode(TEXTS[1]).tolist()
 
 
+def test_what_the_library_cannot_encode_is_said_in_words():
+    from tokenizers import Tokenizer, models
+
+    for model, words in (
+        (models.WordLevel({"a": 0}, "[UNK]"), r"Missing \[UNK\] token"),
+        (models.Unigram([("a", -1.0)], None), "unknown token"),
+    ):
+        tokenizer = BPETokenizer(Tokenizer(model).to_str())
+        assert tokenizer.encode("a").tolist() == [0]
+        words = rf"cannot encode the text \(.*{words}.*\): .*add an unknown token"
+        with pytest.raises(ValueError, match=words):
+            tokenizer.encode_batch(["a", "zz"])
+
+
+def test_what_the_library_cannot_decode_is_said_in_words(monkeypatch):
+    class Broken:
+        def decode(self, *_, **__):
+            raise Exception("no decoder")
+
+    tokenizer = BPETokenizer.train(["ab"], 260)
+    monkeypatch.setattr(tokenizer, "_plain", Broken())
+    with pytest.raises(
+        ValueError, match=r"cannot decode the ids \(no decoder\): use the tokenizer"
+    ):
+        tokenizer.decode([0])
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -11,6 +11,7 @@ import jaxslm
 from jaxslm import GPTConfig, LumenConfig, RippleConfig
 from jaxslm.models import MODELS
 from jaxslm.safetensors_io import TensorSpec, write_tensors
+from jaxslm.tokenizer import CharTokenizer
 from jaxslm.weights import (
     abstract_parameters,
     from_arrays,
@@ -254,6 +255,16 @@ def test_save_refuses_an_existing_folder_and_replaces_it_when_told(folder):
     jaxslm.save(random_model(CONFIGS["gpt"]), folder, overwrite=True)
     assert jaxslm.load(folder).config == CONFIGS["gpt"]
     assert names(folder) == ["config.json", "model.safetensors"]
+
+
+def test_save_keeps_the_tokenizer_of_the_folder_that_it_replaces(folder):
+    saved = CharTokenizer("abc").save(folder).read_bytes()
+    jaxslm.save(random_model(LUMEN, seed=1), folder, overwrite=True)
+    assert names(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (folder / "tokenizer.json").read_bytes() == saved
+    np.testing.assert_array_equal(
+        to_arrays(jaxslm.load(folder))["embedding"], random_arrays(LUMEN, seed=1)["embedding"]
+    )
 
 
 def test_save_refuses_to_replace_a_folder_that_holds_other_files(folder):

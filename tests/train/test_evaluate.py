@@ -302,6 +302,34 @@ def test_bytes_are_not_guessed(tmp_path):
     assert (found.lengths[0].text_bytes, found.lengths[0].bits_per_byte) == (None, None)
 
 
+def test_only_byte_level_bpe_has_a_byte_for_each_character(tmp_path):
+    """Unigram's vocabulary is a list, other models' tokens are not written in bytes."""
+    from tokenizers import Tokenizer, decoders, models
+
+    data = write_tokens(tmp_path / "val.bin", 101, high=2)
+    save(random_model(RIPPLE), tmp_path / "model")
+    for other in (models.Unigram([("a", -1.0), ("bé", -2.0)], 0), models.WordLevel({"a": 0}, "a")):
+        raw = Tokenizer(other)
+        raw.decoder = decoders.ByteLevel()
+        (tmp_path / "model" / "tokenizer.json").write_text(raw.to_str())
+        found = evaluate(tmp_path / "model", data)
+        assert found.lengths[0].bits_per_byte is None
+        assert "tokenizer.json is not byte-level" in found.notes[0]
+
+
+def test_byte_level_bpe_need_not_say_that_it_is_bpe(tmp_path):
+    """As GPT-2's file does not."""
+    content = json.loads(BPETokenizer.train([TEXT], 300).save(tmp_path).read_text())
+    assert content["model"].pop("type") == "BPE"
+    tokenizer = BPETokenizer(json.dumps(content))
+    folder = model_for(tmp_path / "model", tokenizer)
+    ids = tokenizer.encode(TEXT)
+    ids.astype("<u2").tofile(tmp_path / "val.bin")
+    first = len(tokenizer.decode(ids[:1]).encode())
+    found = evaluate(folder, tmp_path / "val.bin").lengths[0]
+    assert found.text_bytes == len(TEXT.encode()) - first
+
+
 def test_tokenizers_must_be_one_and_the_datas(tmp_path):
     folder = model_for(tmp_path / "model", CharTokenizer("abcd"))
     data = write_tokens(tmp_path / "val.bin", 101, high=4)
@@ -377,6 +405,44 @@ def test_loss_that_is_not_finite_is_refused_by_its_place(tmp_path):
     )
     with pytest.raises(ValueError, match=words):
         evaluate(folder, tmp_path / "val.bin", batch_size=2)
+
+
+@pytest.mark.parametrize("fault", ["memory", "a loss"])
+def test_lengths_before_one_that_fails_are_kept(model, tmp_path, monkeypatch, fault):
+    """And written, with the words; the lengths after it are not tried."""
+    data = write_tokens(tmp_path / "val.bin", 301)
+    whole = evaluate(model, data, lengths=(5, 8), batch_size=4)
+    assert whole.failure is whole.to_json()["failure"] is None
+    compiled, tried = module._compile, []
+
+    def at_twenty(config, params, devices, rows, T):
+        tried.append(T)
+        if T < 20:
+            return compiled(config, params, devices, rows, T)
+        if fault == "memory":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return lambda *_: np.full((rows, T), np.inf)
+
+    monkeypatch.setattr(module, "_compile", at_twenty)
+    found = evaluate(model, data, lengths=(30, 20, 8, 5), batch_size=4)
+    assert tried == [5, 8, 20]
+    assert found == replace(whole, failure=found.failure)
+    assert found.failure.startswith(
+        "not measured at length 20, 30: the devices' memory is not enough for 4 windows of 20 "
+        "tokens: lower the batch size"
+        if fault == "memory"
+        else "not measured at length 20, 30: the loss is inf at position 1 of row 0 of batch 0 at "
+        "length 20: the weights"
+    )
+    write_json(found, tmp_path / "out.json")
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [each["length"] for each in written["lengths"]] == [5, 8]
+    assert written["failure"] == found.failure
+    console = Console(file=io.StringIO(), width=100)
+    print_evaluation(found, console)
+    printed = console.file.getvalue()
+    assert f"{found.lengths[1].loss:.4f}" in printed
+    assert "not measured" not in printed  # but once, by the caller
 
 
 def test_too_little_memory_is_said_in_words(model, tmp_path, monkeypatch):

@@ -77,6 +77,14 @@ def test_groups_are_split_by_decay(tmp_path):
     assert "embedding" in groups[0]["parameters"]
 
 
+def test_tokenizer_of_a_folder_that_is_replaced_is_kept(finished, tmp_path):
+    config, _ = finished
+    export(config.out, tmp_path / "out")
+    ByteTokenizer().save(tmp_path / "out")
+    export(config.out, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
 def test_tokenizer_goes_along(tmp_path):
     config = small_config(tmp_path, steps=1)
     ByteTokenizer().save(tmp_path)

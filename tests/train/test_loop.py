@@ -386,14 +386,21 @@ def test_the_model_writes_text_after_each_evaluation(tmp_path):
     assert set(shown) <= set(letters)
 
 
-def test_a_prompt_that_the_model_cannot_take_does_not_end_the_run(tmp_path):
+@pytest.mark.parametrize("error", [ValueError("odd"), RuntimeError("RESOURCE_EXHAUSTED")])
+def test_a_sample_that_fails_does_not_end_the_run(error, tmp_path, monkeypatch):
+    tried = []
+
+    def fail(*arguments, **options):
+        tried.append(sorted(path.name for path in (config.out / "checkpoints").iterdir()))
+        raise error
+
     tokenizer = CharTokenizer("ab\n").save(tmp_path)
     config = small_config(tmp_path)
-    config = replace(
-        config,
-        data=replace(config.data, tokenizer=tokenizer),
-        eval=replace(config.eval, sample_prompt="abc"),
-    )
+    config = replace(config, data=replace(config.data, tokenizer=tokenizer))
+    monkeypatch.setattr(loop, "generate", fail)
     status, text = quietly(config)
     assert status == 0
-    assert "step 4: no sample: character 'c'" in text
+    assert f"step 4: no sample, and none from here on: {error}" in text
+    assert len(tried) == 1
+    assert any(name.startswith("4") for name in tried[0])  # the checkpoint comes first
+    assert Checkpoints(config.out).steps() == [8, 4]
