@@ -4,19 +4,21 @@ A dtype called `dtype` is the compute dtype. Statistics and accumulations are ma
 float32, or float64 when that is the compute dtype.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxslm.sharding import constrain
 
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names("product"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -38,15 +40,60 @@ def compute_dtype(name: str) -> jnp.dtype:
     return dtype
 
 
-def contract(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
+def contract(spec: str, x: jax.Array, w: jax.Array, *, out: DTypeLike | None = None) -> jax.Array:
     """Einsum of `x` with `w` cast to x's dtype, accumulated in at least float32.
 
-    Returns:
-        The contraction, in x's dtype.
+    The backward pass multiplies in x's dtype too and accumulates likewise; the gradient of `w`
+    keeps its float32. Named "product" for rematerialisation.
+
+    Args:
+        spec: of an einsum in which every letter of a factor stands in the other or the result.
+        x: activations, any float dtype.
+        w: a parameter, any float dtype.
+        out: dtype of the result; None for x's.
     """
-    return jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=wide(x.dtype)).astype(
-        x.dtype
-    )
+    dtype = x.dtype if out is None else jnp.dtype(out)
+    if x.dtype == jnp.bfloat16:
+        y = _narrow_product(spec, dtype, x, w)
+    else:
+        y = _product(spec, x, w.astype(x.dtype)).astype(dtype)
+    return checkpoint_name(y, "product")
+
+
+def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Einsum of factors of one dtype, in at least float32."""
+    return jnp.einsum(spec, x, y, preferred_element_type=wide(x.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _narrow_product(spec: str, out: jnp.dtype, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`contract` in bfloat16.
+
+    JAX's own backward pass would multiply the float32 cotangent of the sum with bfloat16, which
+    every platform does in float32.
+    """
+    return _product(spec, x, w.astype(x.dtype)).astype(out)
+
+
+def _narrow_forward(
+    spec: str, out: jnp.dtype, x: jax.Array, w: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _narrow_product(spec, out, x, w), (x, w)
+
+
+def _narrow_backward(
+    spec: str, out: jnp.dtype, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    del out
+    x, w = saved
+    dy = dy.astype(x.dtype)
+    factors, result = spec.split("->")
+    of_x, of_w = factors.split(",")
+    dx = _product(f"{result},{of_w}->{of_x}", dy, w.astype(x.dtype)).astype(x.dtype)
+    return dx, _product(f"{of_x},{result}->{of_w}", x, dy).astype(w.dtype)
+
+
+_narrow_product.defvjp(_narrow_forward, _narrow_backward)
 
 
 class LayerNorm(nnx.Module):

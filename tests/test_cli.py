@@ -211,7 +211,7 @@ def test_convert_notes_what_stays_behind(run, tmp_path):
         (["inspect", "a.pt", "--frob"], "--frob"),
         (["convert", "a.pt", "out", "--dtype", "int8"], "invalid choice 'int8'"),
         (["convert", "a.pt", "out", "--preset", "gpt2"], "invalid choice 'gpt2'"),
-        (["check", "a.pt", "--lengths", "x"], "--lengths"),
+        (["check", "a.pt", "--seed", "x"], "--seed"),
     ],
 )
 def test_usage_errors_go_to_stderr(arguments, words, run):

@@ -132,6 +132,7 @@ def test_check_options_are_refused_in_words(refused, tiny, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").touch()
     for words, *arguments in (
+        ("--lengths x: give whole numbers, as in 256,512", "--lengths", "x"),
         ("lengths must be", "--lengths", "0"),
         ("lengths must be", "--lengths", "1", "3"),
         ("has 3 bytes: a raw uint16 token file", "--tokens", odd),

@@ -270,9 +270,7 @@ class GPT(nnx.Module):
         Returns:
             logits_BTV, float32 (float64 when that is the compute dtype).
         """
-        dtype = norm_BTD.dtype
-        logits_BTV = jnp.einsum(
-            "btd,vd->btv", norm_BTD, self.embedding[...].astype(dtype),
-            preferred_element_type=wide(dtype),
-        )  # fmt: skip
+        logits_BTV = contract(
+            "btd,vd->btv", norm_BTD, self.embedding[...], out=wide(norm_BTD.dtype)
+        )
         return constrain(logits_BTV, BATCH, None, "tensor")

@@ -333,9 +333,5 @@ class Ripple(nnx.Module):
         Returns:
             logits_BTV, float32 (float64 when that is the compute dtype).
         """
-        dtype = norm_BTD.dtype
-        logits_BTV = jnp.einsum(
-            "btd,dv->btv", norm_BTD, self.head[...].astype(dtype),
-            preferred_element_type=wide(dtype),
-        )  # fmt: skip
+        logits_BTV = contract("btd,dv->btv", norm_BTD, self.head[...], out=wide(norm_BTD.dtype))
         return constrain(logits_BTV, BATCH, None, "tensor")

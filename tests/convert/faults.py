@@ -262,10 +262,11 @@ def bfloat16_in_float32(right):
 def normed_residual(right):
     """Post-norm: the residual is taken after the norm."""
 
-    def call(self, x_BTD, rope):
+    def call(self, x_BTD, rope, past=None):
         x_BTD = self.attention_norm(x_BTD)
-        middle_BTD = x_BTD + self.attention(x_BTD, rope)
-        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD))
+        update_BTD, own = self.attention(x_BTD, rope, past)
+        middle_BTD = x_BTD + update_BTD
+        return middle_BTD, middle_BTD + self.mlp(self.mlp_norm(middle_BTD)), own
 
     return call
 

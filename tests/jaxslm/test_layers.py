@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,12 +55,44 @@ def test_contract_gives_the_product_in_the_dtype_of_x():
         np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=8 * limit)
 
 
-def test_contract_accumulates_bfloat16_in_float32():
+@pytest.mark.parametrize("out", [None, jnp.float32])
+def test_contract_multiplies_bfloat16_forward_and_backward_and_accumulates_in_float32(out):
     x, w = jnp.ones((1, 8), jnp.bfloat16), jnp.ones((8, 3), jnp.float32)
-    jaxpr = jax.make_jaxpr(lambda x, w: contract("td,df->tf", x, w))(x, w)
-    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
-    assert [eqn.params["preferred_element_type"] for eqn in products] == [jnp.float32]
-    assert [[v.aval.dtype for v in eqn.invars] for eqn in products] == [[jnp.bfloat16] * 2]
+
+    def loss(x, w):
+        return contract("td,df->tf", x, w, out=out).astype(jnp.float32).sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, w).as_text()
+    products = [line for line in compiled.splitlines() if "dot_general" in line]
+    assert len(products) == 2
+    for line in [*products, *dots(lambda x, w: contract("td,df->tf", x, w, out=out), x, w)]:
+        factors, result = re.search(r": \((.*)\) -> (.*)", line).groups()
+        assert factors.count("bf16") == 2, line
+        assert "f32" in result, line
+
+
+def dots(function, *arguments):
+    text = jax.jit(function).lower(*arguments).as_text()
+    return [line for line in text.splitlines() if "dot_general" in line]
+
+
+@pytest.mark.parametrize("spec", ["btd,dnh->btnh", "btnh,nhd->btd", "btd,dcf->btcf", "btd,vd->btv"])
+def test_contract_has_the_gradients_of_the_einsum(spec):
+    sizes = dict(zip("btdnhcfv", (2, 3, 5, 2, 4, 2, 6, 7), strict=True))
+    of_x, of_w, result = re.split(",|->", spec)
+    rng = np.random.default_rng(0)
+    x, w, dy = (
+        jnp.asarray(rng.standard_normal([sizes[c] for c in letters]), jnp.bfloat16)
+        for letters in (of_x, of_w, result)
+    )
+    _, pull = jax.vjp(lambda x, w: contract(spec, x, w), x, w.astype(jnp.float32))
+    dx, dw = pull(dy)
+    assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)
+    exact = [a.astype(jnp.float32) for a in (x, w, dy)]
+    _, pull = jax.vjp(lambda x, w: jnp.einsum(spec, x, w), *exact[:2])
+    for found, expected, limit in zip((dx, dw), pull(exact[2]), (2**-8, 1e-6), strict=True):
+        error = abs(np.asarray(found, np.float32) - expected).max()
+        assert error <= limit * abs(expected).max()
 
 
 @pytest.mark.parametrize("eps", [1e-6, 0.1])

@@ -224,3 +224,24 @@ def test_model_without_dropout_accepts_a_key_and_ignores_it(name):
     with_key = jax.make_jaxpr(lambda key: model(TOKENS_BT, key=key))(jax.random.key(0))
     without = jax.make_jaxpr(lambda key: model(TOKENS_BT))(jax.random.key(0))
     assert str(with_key) == str(without)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_bfloat16_training_multiplies_bfloat16_and_accumulates_in_float32(config, remat):
+    """No product of the compiled update has a factor that was widened, forward or backward."""
+    fields = {"dtype": "bfloat16", "remat": remat}
+    fields |= {name: 256 for name in ("block_size", "max_seq_len") if hasattr(config, name)}
+    narrow = replace(config, **fields)
+    model = from_arrays(narrow, random_arrays(narrow))
+    tokens = jnp.zeros((1, 256), jnp.int32)
+
+    def loss(model):
+        return jax.nn.logsumexp(model(tokens), axis=-1).sum()
+
+    text = jax.jit(jax.grad(loss)).lower(model).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 15
+    for line in products:
+        factors, result = line.rsplit(" : ", 1)[1].split(" -> ")
+        assert factors.count("xbf16>") == 2, line
+        assert result.endswith("xf32>"), line
