@@ -248,10 +248,10 @@ def exact_gelu(x, approximate):
 def bfloat16_in_float32(right):
     """float32 matrix products of rounded factors, as an accelerator makes them by default."""
 
-    def contract(spec, x, w):
+    def contract(spec, x, w, **options):
         if x.dtype == jnp.float32:
             x, w = (y.astype(jnp.bfloat16).astype(jnp.float32) for y in (x, w))
-        return right(spec, x, w)
+        return right(spec, x, w, **options)
 
     return contract
 
