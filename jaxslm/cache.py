@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxslm.attention.windowed import first_key
 from jaxslm.layers import wide
 from jaxslm.sharding import BATCH, constrain
 
@@ -150,7 +151,9 @@ def attend_cached(
 
     query_B1 = position_B[:, None]
     held_BS = held_positions(query_B1, jnp.arange(slots)[None, :], slots)
-    visible_BS = (held_BS >= 0) & (held_BS >= first_visible(query_B1, window, window_mode))
+    visible_BS = held_BS >= 0
+    if window is not None:
+        visible_BS &= held_BS >= first_key(query_B1, window, window_mode == "exact")
     q_BKGH = q_B1NH.reshape(B, K, N // K, H).astype(layer.k_BKSH.dtype)
     accumulate = wide(q_BKGH.dtype)
     scores_BKGS = H**-0.5 * jnp.einsum(
@@ -193,12 +196,3 @@ def _constrained(x_BKSH: jax.Array) -> jax.Array:
 def held_positions(last: jax.Array, slot: jax.Array, slots: int) -> jax.Array:
     """The position that a slot holds once position `last` is written; negative if it holds none."""
     return last - (last - slot) % slots
-
-
-def first_visible(query: jax.Array, window: int | None, window_mode: str) -> jax.Array:
-    """The first position that a query may see."""
-    if window is None:
-        return jnp.zeros_like(query)
-    if window_mode == "exact":
-        return query - window + 1
-    return query // window * window - window + 1

@@ -298,9 +298,11 @@ class Generator:
         prompts: Sequence[Prompt],
         tokenizer: Tokenizer | None = None,
         names: Sequence[str] | None = None,
+        *,
+        special: bool = False,
     ) -> list[np.ndarray]:
         """The token ids of prompts, checked against the model; see `jaxslm.prompts.encode`."""
-        return encode(prompts, self.config, tokenizer, names)
+        return encode(prompts, self.config, tokenizer, names, special=special)
 
     def _limit(self, prompt: np.ndarray, max_new_tokens: int) -> int:
         """New tokens that a prompt may get: a full context still predicts one."""

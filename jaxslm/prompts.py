@@ -19,6 +19,8 @@ def encode(
     config: Config,
     tokenizer: Tokenizer | None = None,
     names: Sequence[str] | None = None,
+    *,
+    special: bool = False,
 ) -> list[np.ndarray]:
     """The token ids of prompts, int32 [n] each, checked.
 
@@ -27,6 +29,7 @@ def encode(
         config: of the model that is to continue them.
         tokenizer: for texts.
         names: what errors call the prompts; "prompt 0" and so on by default.
+        special: names of special tokens in texts become their ids.
 
     Raises:
         ValueError: a prompt is none that the model can continue.
@@ -35,20 +38,20 @@ def encode(
         raise ValueError("prompts is one prompt: pass a list of them, [prompt]")
     names = [f"prompt {n}" for n in range(len(prompts))] if names is None else names
     return [
-        _encode_one(name, prompt, config, tokenizer)
+        _encode_one(name, prompt, config, tokenizer, special)
         for name, prompt in zip(names, prompts, strict=True)
     ]
 
 
 def _encode_one(
-    name: str, prompt: Prompt, config: Config, tokenizer: Tokenizer | None
+    name: str, prompt: Prompt, config: Config, tokenizer: Tokenizer | None, special: bool
 ) -> np.ndarray:
     """One prompt's ids."""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(f"{name} is text: pass tokenizer=, or token ids")
         try:
-            ids = tokenizer.encode(prompt)
+            ids = tokenizer.encode(prompt, special=special)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if not len(ids) and tokenizer.end_of_text is not None:
@@ -59,7 +62,14 @@ def _encode_one(
         except ValueError:
             raise ValueError(f"{name}: expected integers along one axis") from None
     if ids.size == 0:
-        raise ValueError(f"{name} is empty: give it at least one token")
+        raise ValueError(
+            f"{name} is empty: give it at least one token"
+            + (
+                " (the tokenizer has no end-of-text to begin after)"
+                if isinstance(prompt, str)
+                else ""
+            )
+        )
     if ids.ndim != 1 or ids.dtype.kind not in "ui":
         raise ValueError(f"{name} is {ids.dtype} {ids.shape}: expected integers along one axis")
     V, context = config.vocab_size, config.context

@@ -101,8 +101,8 @@ def sample(
     devices = None if mesh is None else make_mesh(*mesh, jax.devices())
     generator = Generator(load(folder, mesh=devices))
     names = [name for name in asked for _ in range(samples)]
-    ids = {name: _encoded(name, one, known, special) for name, one in asked.items()}
-    ids = dict(zip(ids, generator.encode(list(ids.values()), names=list(ids)), strict=True))
+    encoded = generator.encode(list(asked.values()), known, list(asked), special=special)
+    ids = dict(zip(asked, encoded, strict=True))
     texts = {
         name: one if isinstance(one, str) else None if known is None else known.decode(ids[name])
         for name, one in asked.items()
@@ -238,23 +238,6 @@ def _tokenizer(folder: Path, named: Path | None) -> Tokenizer | None:
     if named is not None:
         return load_tokenizer(named)
     return load_tokenizer(folder / FILE) if (folder / FILE).is_file() else None
-
-
-def _encoded(name: str, prompt: Prompt, tokenizer: Tokenizer | None, special: bool) -> Prompt:
-    """Ids; the empty text is the end-of-text token, after which documents begin."""
-    if not isinstance(prompt, str) or tokenizer is None:
-        return prompt
-    if not prompt:
-        if tokenizer.end_of_text is None:
-            raise ValueError(
-                f"{name} is empty, and a {tokenizer.kind} tokenizer has no end-of-text token to "
-                "begin after: give --prompt"
-            )
-        return np.array([tokenizer.end_of_text], np.int32)
-    try:
-        return tokenizer.encode(prompt, special=special)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def _unescaped(text: str) -> str:

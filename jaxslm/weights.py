@@ -49,13 +49,35 @@ def load(path: str | Path, *, mesh: Mesh | None = None) -> Model:
     config, arrays = map_folder(Path(path))
     if mesh is None:
         return from_arrays(config, arrays)
-    specs = plan({name: array.shape for name, array in arrays.items()}, mesh).specs
-    return from_arrays(
-        config,
-        {
-            name: jax.device_put(array, NamedSharding(mesh, specs[name]))
-            for name, array in arrays.items()
-        },
+    return from_arrays(config, place(arrays, mesh)[0])
+
+
+def place(
+    arrays: Mapping[str, np.ndarray], mesh: Mesh
+) -> tuple[dict[str, jax.Array], tuple[str, ...]]:
+    """Lays parameters out on a mesh, in their dtypes.
+
+    Returns:
+        The parameters, and words on those that could not be split.
+
+    Raises:
+        ValueError: they do not fit the mesh, or JAX would narrow a dtype.
+    """
+    for name, array in arrays.items():
+        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+            raise ValueError(_would_narrow(name, array.dtype))
+    layout = plan({name: array.shape for name, array in arrays.items()}, mesh)
+    placed = {
+        name: jax.device_put(array, NamedSharding(mesh, layout.specs[name]))
+        for name, array in arrays.items()
+    }
+    return placed, layout.notes
+
+
+def _would_narrow(name: str, dtype: Any) -> str:
+    return (
+        f"{name} is {dtype}, which JAX holds only in its x64 mode: set jax_enable_x64, or convert "
+        "with --dtype float32"
     )
 
 
@@ -162,10 +184,7 @@ def from_arrays(config: Config, arrays: Mapping[str, np.ndarray | jax.Array]) ->
         if array.shape != leaf.shape:
             raise ValueError(f"{name} has shape {array.shape}, expected {leaf.shape}")
         if array.dtype != arrays[name].dtype:
-            raise ValueError(
-                f"{name} is {arrays[name].dtype}, which JAX holds only in its x64 mode: "
-                "set jax_enable_x64, or convert with --dtype float32"
-            )
+            raise ValueError(_would_narrow(name, arrays[name].dtype))
         filled.append((path, leaf.replace(array)))
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxslm.models import Config, LumenConfig, model_name
-from jaxslm.sharding import BATCH, make_mesh, plan
-from jaxslm.weights import CONFIG_FILE, from_arrays, map_folder
+from jaxslm.sharding import BATCH, make_mesh
+from jaxslm.weights import CONFIG_FILE, from_arrays, map_folder, place
 from train.batches import IGNORED, EvaluationBatches
 from train.config import is_run
 from train.evaluation_report import Evaluation, LengthResult, mean
@@ -76,7 +76,7 @@ def evaluate(
         _Pass.over(tokens, length, devices, config.vocab_size, batch_size, batches)
         for length in _check_lengths(config, lengths)
     ]
-    params, replicated = _place(arrays, devices)
+    params, replicated = place(arrays, devices)
     notes = [f"no bits per byte: {counted.missing}"] if counted.missing else []
     notes += [f"replicated, because it cannot be split: {words}" for words in replicated]
     notes += [
@@ -218,24 +218,6 @@ def _result(
         position_loss=tuple(mean(*pair) for pair in zip(sums_T, counts_T, strict=True)),
         position_tokens=tuple(counts_T.tolist()),
     )  # fmt: skip
-
-
-def _place(
-    arrays: Mapping[str, np.ndarray], devices: Mesh
-) -> tuple[dict[str, jax.Array], tuple[str, ...]]:
-    """Parameters on the devices, in the dtypes of the file, and what could not be split."""
-    for path, array in arrays.items():
-        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-            raise ValueError(
-                f"{path} is {array.dtype}, which JAX would narrow: convert the model with "
-                "--dtype float32"
-            )
-    layout = plan({path: array.shape for path, array in arrays.items()}, devices)
-    placed = {
-        path: jax.device_put(array, NamedSharding(devices, layout.specs[path]))
-        for path, array in arrays.items()
-    }
-    return placed, layout.notes
 
 
 def _finite(losses_BT: np.ndarray, batch: int, dtype: str) -> np.ndarray:

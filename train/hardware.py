@@ -2,6 +2,7 @@
 
 import math
 
+from jaxslm.attention.windowed import first_key
 from jaxslm.models import Config, RippleConfig
 from jaxslm.weights import abstract_parameters
 
@@ -51,5 +52,4 @@ def mean_keys(config: Config, length: int) -> float:
     if window is None or window >= length:
         return (length + 1) / 2
     exact = isinstance(config, RippleConfig) and config.window_mode == "exact"
-    first = (lambda i: i - window + 1) if exact else (lambda i: i // window * window - window + 1)
-    return sum(i + 1 - max(0, first(i)) for i in range(length)) / length
+    return sum(i + 1 - max(0, first_key(i, window, exact)) for i in range(length)) / length

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxslm.attention.windowed import first_key
 from jaxslm.layers import wide
 from jaxslm.sharding import BATCH, constrain
 
@@ -221,17 +222,12 @@ def _scores(
     query, key = rows % S + i * S, columns + j * S
     visible = key <= query
     if window is not None:
-        visible = visible & (key >= _first_key(query, window, exact))
+        visible = visible & (key >= first_key(query, window, exact))
     scores = _product("bkrh,bksh->bkrs", q_i, k_j) * q_i.shape[3] ** -0.5
     distance = (query - key).astype(scores.dtype)
     if slope_KR is not None:
         scores = scores - slope_KR[None, :, :, None] * distance
     return jnp.where(visible, scores, jnp.finfo(scores.dtype).min), distance
-
-
-def _first_key(query: Any, window: int, exact: bool) -> Any:
-    """The earliest position (or below zero) that a query's position sees through a window."""
-    return (query if exact else query // window * window) - window + 1
 
 
 def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -243,7 +239,7 @@ def _pairs(blocks: int, size: int, window: int | None, exact: bool) -> tuple[jax
     """Numbers of query and key block of every pair with a visible key; i ascends, then j."""
     i, j = np.tril_indices(blocks)
     if window is not None:
-        seen = (j + 1) * size > _first_key(i * size, window, exact)
+        seen = (j + 1) * size > first_key(i * size, window, exact)
         i, j = i[seen], j[seen]
     return jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32)
 

@@ -1,5 +1,7 @@
 """Window attention over chunks of one window each: memory O(T * window), all chunks at once."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -46,3 +48,8 @@ def chunked_attention(
     visible = visible_WS[None] & ~(first_chunk & (key_S < 0)[None])
     o = masked_attention(q, k, v, distance_WS, visible, slope_N, dropout_rate, dropout_key)
     return o.reshape(B, chunks * window, *q_BTNH.shape[2:])[:, :T]
+
+
+def first_key(query: Any, window: int, exact: bool) -> Any:
+    """The earliest position (or below zero) that a query's position sees through a window."""
+    return (query if exact else query // window * window) - window + 1

@@ -11,6 +11,7 @@ import jaxslm
 from jaxslm import GPTConfig, LumenConfig, RippleConfig
 from jaxslm.models import MODELS
 from jaxslm.safetensors_io import TensorSpec, write_tensors
+from jaxslm.sharding import make_mesh
 from jaxslm.tokenizer import CharTokenizer
 from jaxslm.weights import (
     abstract_parameters,
@@ -18,6 +19,7 @@ from jaxslm.weights import (
     is_model_folder,
     map_folder,
     to_arrays,
+    write_folder,
 )
 from tests.jaxslm.support import forward, random_arrays, random_model
 
@@ -315,3 +317,12 @@ def test_full_disk_leaves_nothing_and_the_earlier_folder_whole(tmp_path, monkeyp
     monkeypatch.undo()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert names(tmp_path) == (["out"] if overwrite else [])
+
+
+def test_a_mesh_does_not_narrow_what_one_device_refuses(tmp_path):
+    arrays = {name: array.astype(np.float64) for name, array in random_arrays(LUMEN).items()}
+    specs = {name: TensorSpec(array.shape, array.dtype) for name, array in arrays.items()}
+    write_folder(tmp_path / "out", LUMEN, specs, arrays.__getitem__)
+    for mesh in (None, make_mesh(1, 1, 1, jax.devices()[:1])):
+        with pytest.raises(ValueError, match="which JAX holds only in its x64 mode"):
+            jaxslm.load(tmp_path / "out", mesh=mesh)
