@@ -1,4 +1,4 @@
-"""The command line: jaxslm inspect | convert | check | data | train | export | generate | eval."""
+"""The command line: inspect | convert | check | data | train | plan | export | generate | eval."""
 
 import contextlib
 import json
@@ -12,7 +12,10 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import Positional, arg
 
+from jaxslm.libtpu import quiet_without_tpu
+
 BAD_INPUT, FAILED, INTERNAL, INTERRUPTED = 2, 1, 70, 130
+EXTRAS = {"torch": "torch", "libtpu": "plan"}  # packages that an extra brings
 
 Fields = Annotated[
     tuple[str, ...],
@@ -285,6 +288,20 @@ def train(config: Positional[Path], /, resume: bool = False) -> int:
         resume: go on from the run's latest whole checkpoint.
     """
     raise AssertionError("main() hands these arguments to train.command")
+
+
+@app.command
+def plan(config: Positional[Path], /) -> int:
+    """Compile a run for TPUs that need not be there; `jaxslm plan --help` lists them.
+
+    Prints whether it fits, memory, what the devices exchange, and the least time of an update.
+
+    Example: jaxslm plan configs/gpt_250m.py --topology v5e:4x4 --mesh.fsdp 4
+
+    Args:
+        config: a Python file that sets `config`, or the folder of a run.
+    """
+    raise AssertionError("main() hands these arguments to train.plan_command")
 
 
 @app.command
@@ -563,9 +580,10 @@ def _short_errors() -> Iterator[None]:
     except ParityFailed as error:
         _fail(str(error), FAILED)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        extra = EXTRAS.get(error.name or "")
+        if extra is None:
             _internal(error)
-        _fail("this needs torch: pip install 'jaxslm[torch]'", BAD_INPUT)
+        _fail(f"this needs {error.name}: pip install 'jaxslm[{extra}]'", BAD_INPUT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(BAD_INPUT)
@@ -612,11 +630,17 @@ def main(arguments: list[str] | None = None) -> None:
         arguments: in place of the process's own.
     """
     with _short_errors():
+        quiet_without_tpu()
         words = sys.argv[1:] if arguments is None else arguments
         if words[:1] == ["train"]:  # its options are the fields of the config that it names
             from train.command import command
 
             sys.exit(command(words[1:]))
+        if words[:1] == ["plan"]:
+            _use_host()
+            from train.plan_command import command as plan_command
+
+            sys.exit(plan_command(words[1:], _console()))
         status = app.cli(
             prog="jaxslm",
             description="Lumen, GPT and Ripple between torch and JAX: exact, and proven so.",

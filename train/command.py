@@ -39,10 +39,7 @@ def command(arguments: Sequence[str]) -> int:
     if arguments[0].startswith("-"):
         raise ValueError(f"the config comes first: {USAGE}")
     path = Path(arguments[0])
-    if path.is_dir():  # wherever it lies now, and whatever machine this is
-        config = replace(read_config(path), out=path, cluster=ClusterConfig())
-    else:
-        config = load_config(path)
+    config = load_config(path)
 
     def options(
         config: Annotated[TrainConfig, tyro.conf.arg(name="", prefix_name=False)] = config,
@@ -95,12 +92,14 @@ def _failed(words: str, status: int) -> int:
 
 
 def load_config(path: Path) -> TrainConfig:
-    """Runs a config file and takes its `config`.
+    """The config of a run's folder, or that which a config file, which is run, calls `config`.
 
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it fails, or has no `config`.
     """
+    if path.is_dir():  # wherever it lies now, and whatever machine this is
+        return replace(read_config(path), out=path, cluster=ClusterConfig())
     if not path.is_file():
         near = difflib.get_close_matches(str(path), map(str, _configs()), n=1)
         hint = f": did you mean {near[0]}?" if near else f"; {USAGE}"

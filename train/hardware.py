@@ -1,49 +1,97 @@
-"""What a model costs and what a chip can do, for model FLOPs utilisation (MFU)."""
+"""What a model costs and what a chip can do: model FLOPs utilisation (MFU), roofline, memory."""
 
 import math
+from dataclasses import dataclass
 
 from jaxslm.attention.windowed import first_key
 from jaxslm.models import Config, RippleConfig
 from jaxslm.weights import abstract_parameters
 
-# Published peak FLOP/s of one device in bfloat16, dense, by the start of JAX's device_kind.
-# Sources: Google Cloud TPU system architecture pages; NVIDIA data sheets (SXM unless named).
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200 NVL": 836e12,
-    "NVIDIA H200": 989e12,
-}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Published peaks of one device.
+
+    Attributes:
+        kind: how JAX's device_kind begins.
+        flops: FLOP/s in bfloat16, dense.
+        bandwidth: bytes a second between memory and the chip.
+        links: bytes a second that all its links to other chips carry in one direction; None where
+            that depends on the machine.
+        capacity: bytes of memory that a program may use by the TPU compiler's account, which is
+            less than the chip has; None where only the device itself knows.
+    """
+
+    kind: str
+    flops: float
+    bandwidth: float
+    links: float | None = None
+    capacity: int | None = None
+
+    def flops_in(self, dtype: str) -> float:
+        """FLOP/s of a TPU in a compute dtype: a float32 product takes six passes in bfloat16."""
+        return self.flops if dtype == "bfloat16" else self.flops / 6
+
+
+# Sources: Google Cloud TPU system architecture pages (an interconnect's "bidirectional" halved);
+# NVIDIA data sheets (SXM unless named). Longer names first.
+CHIPS = (
+    Chip("TPU v4", 275e12, 1228e9, 300e9, int(30.75 * GIB)),
+    Chip("TPU v5 lite", 197e12, 819e9, 200e9, int(15.75 * GIB)),
+    Chip("TPU v5e", 197e12, 819e9, 200e9, int(15.75 * GIB)),
+    Chip("TPU v5p", 459e12, 2765e9, 600e9, int(95.74 * GIB)),
+    Chip("TPU v5", 459e12, 2765e9, 600e9, int(95.74 * GIB)),
+    Chip("TPU v6 lite", 918e12, 1638e9, 400e9, int(31.25 * GIB)),
+    Chip("TPU v6e", 918e12, 1638e9, 400e9, int(31.25 * GIB)),
+    Chip("NVIDIA A100-SXM4-40GB", 312e12, 1555e9),
+    Chip("NVIDIA A100", 312e12, 2039e9),
+    Chip("NVIDIA H100 PCIe", 756e12, 2000e9),
+    Chip("NVIDIA H100 NVL", 835e12, 3900e9),
+    Chip("NVIDIA H100", 989e12, 3350e9),
+    Chip("NVIDIA H200 NVL", 836e12, 4800e9),
+    Chip("NVIDIA H200", 989e12, 4800e9),
+)
+
+
+def chip(device_kind: str) -> Chip | None:
+    """The chip of a JAX device_kind; None for one that the table does not know."""
+    return next((chip for chip in CHIPS if device_kind.startswith(chip.kind)), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak FLOP/s in bfloat16 of one device; None for one that the table does not know."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if device_kind.startswith(name)), None)
+    found = chip(device_kind)
+    return None if found is None else found.flops
 
 
 def flops_per_token(config: Config, length: int) -> float:
     """Model FLOPs that training on one token takes (Kaplan et al. 2020; PaLM, appendix B).
 
-    6 for each parameter that is a factor of a matrix product (norms, biases and embedding look-ups
-    are not; a tied table is one, as output head), and 12 * L * N * H for each key that a query sees
-    on average: causal, and within the window. Recomputation (remat) is not counted.
+    Three times the forward pass's, at the keys that a query sees on average: causal, and within
+    the window. Recomputation (remat) is not counted.
+    """
+    return 3.0 * forward_flops(config, mean_keys(config, length))
+
+
+def forward_flops(config: Config, keys: float) -> float:
+    """Model FLOPs of the forward pass of one token that sees so many keys.
+
+    2 for each parameter that is a factor of a matrix product (norms, biases and embedding look-ups
+    are not; a tied table is one, as output head), and 4 * L * N * H for each key.
     """
     shapes = {name: leaf.shape for name, leaf in abstract_parameters(config).items()}
-    head = "head" if "head" in shapes else "embedding"
-    factors = sum(
-        math.prod(shape) for name, shape in shapes.items() if name == head or ".w" in name
-    )
+    factors = sum(math.prod(shape) for name, shape in shapes.items() if ".w" in name)
     layers, heads = shapes["blocks.attention.wq"][0], shapes["blocks.attention.wq"][2]
-    return 6.0 * factors + 12.0 * layers * heads * config.head_width * mean_keys(config, length)
+    attention = 4.0 * layers * heads * config.head_width * keys
+    return 2.0 * factors + head_flops(config) + attention
+
+
+def head_flops(config: Config) -> float:
+    """The part of `forward_flops` that the output head takes."""
+    shapes = {name: leaf.shape for name, leaf in abstract_parameters(config).items()}
+    return 2.0 * math.prod(shapes["head" if "head" in shapes else "embedding"])
 
 
 def mean_keys(config: Config, length: int) -> float:

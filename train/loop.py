@@ -36,6 +36,7 @@ from train.config import (
 )
 from train.metrics import METRICS_FILE, PLOT_FILE, Metrics, json_number
 from train.optimizer import build_optimizer
+from train.program import lower
 from train.setup import Layout, Placer, join_cluster, make_layout, new_state, open_data
 from train.step import TrainState, make_evaluation, make_step
 from train.stop import Stop, StopRequested
@@ -271,23 +272,9 @@ class _Run:
 
     def _compile(self, function: Callable[..., Any], first: Any, *, donate: bool) -> Any:
         """A compiled function of a state and a batch."""
-        a, b = self.config.accumulation, self.config.data.batch_size // self.config.accumulation
-        batch = jax.ShapeDtypeStruct(
-            (a, b, self.config.data.sequence_length), np.int32, sharding=self.layout.batch
-        )
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), first
-        )
-        shardings = (jax.tree.map(lambda x: x.sharding, first), None) if donate else None
-        jitted = jax.jit(function, donate_argnums=(0,) if donate else (), out_shardings=shardings)
-        mesh = self.layout.mesh
-
-        # A float32 product is one: left to themselves, GPUs and TPUs would round its factors.
-        exact = "float32" if self.config.model.dtype == "float32" else None
 
         def work() -> Any:
-            with jax.set_mesh(mesh), jax.default_matmul_precision(exact):
-                return jitted.lower(like, batch, batch).compile()
+            return lower(self.config, self.layout, function, first, donate=donate).compile()
 
         with self.metrics.paused():
             return self.stop.during(work)

@@ -4,6 +4,7 @@ All that can be refused is refused here, before anything is compiled or written.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,14 +64,25 @@ def join_cluster(cluster: ClusterConfig) -> None:
         raise OSError(f"the processes of the run do not come together: {error}") from error
 
 
-def make_layout(config: TrainConfig, optimizer: optax.GradientTransformation) -> Layout:
+def make_layout(
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Layout:
     """The mesh, and what lies where on it.
+
+    Args:
+        config: the run's.
+        optimizer: whose state lies with the parameters.
+        devices: all of them by default.
 
     Raises:
         ValueError: the mesh, the batch and the model do not fit each other.
     """
     sizes = config.mesh
-    mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, jax.devices())
+    mesh = make_mesh(
+        sizes.data, sizes.fsdp, sizes.tensor, jax.devices() if devices is None else devices
+    )
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
     rows = config.data.batch_size // config.accumulation
     if rows % parts:

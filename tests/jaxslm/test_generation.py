@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxslm import Generator, Sampling, generate
-from jaxslm.generation import LEAST_SLOTS, SEGMENT, prepared
+from jaxslm.decoding import SEGMENT, prepared
+from jaxslm.generation import LEAST_SLOTS
 from jaxslm.models import GPTConfig, LumenConfig, RippleConfig
 from jaxslm.tokenizer import ByteTokenizer, CharTokenizer
 from jaxslm.weights import from_arrays, to_arrays

@@ -1,0 +1,162 @@
+"""What would make a run fit, and how much of it would: by trying."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxslm.sharding import make_mesh
+from jaxslm.weights import abstract_parameters
+from train.config import TrainConfig
+from train.plan import Plan, plan_training
+from train.topology import devices_of
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A change of the config that was tried.
+
+    Attributes:
+        options: as the command line takes it; empty if nothing of its kind makes the run fit.
+        kind: what is changed: "remat", "accumulation", "mesh", "loss chunks", "batch" or "all".
+        plan: of the change, or of the strongest of its kind.
+    """
+
+    options: str
+    kind: str
+    plan: Plan
+
+
+def ways_to_fit(config: TrainConfig, topology: str, progress: Progress) -> list[Way]:
+    """What would make a run fit that does not, each kind of change by itself, compiled quickly.
+
+    Of each kind the strongest change is tried first, and if that fits, the mildest that does; if
+    none does alone, all but a smaller batch together.
+
+    Args:
+        config: the run's.
+        topology: of the slice.
+        progress: told what is tried.
+
+    Returns:
+        A `Way` for each kind that the config leaves room for.
+    """
+
+    def tried(change: tuple[str, TrainConfig]) -> Plan:
+        progress(f"trying {change[0]}")
+        return plan_training(change[1], topology, quick=True)
+
+    kinds = changes(config, devices_of(topology))
+    found = []
+    for kind, steps in kinds.items():
+        if not steps:
+            continue
+        last = tried(steps[-1])
+        if not last.fits:
+            found.append(Way("", kind, last))
+            continue
+        plans = ((step, tried(step)) for step in steps[:-1])
+        step, plan = next(((s, p) for s, p in plans if p.fits), (steps[-1], last))
+        found.append(Way(step[0], kind, plan))
+    if not any(way.options for way in found):
+        options, both = [], config
+        for kind in kinds:
+            if kind != "batch" and (steps := changes(both, devices_of(topology))[kind]):
+                options.append(steps[-1][0])
+                both = steps[-1][1]
+        plan = tried((" ".join(options), both))
+        found.append(Way(" ".join(options) if plan.fits else "", "all", plan))
+    return found
+
+
+def changes(
+    config: TrainConfig, devices: Sequence[Any]
+) -> dict[str, list[tuple[str, TrainConfig]]]:
+    """Changes that save memory, mildest first, by kind: options of the command line and config.
+
+    Those of the first four kinds leave the run what it is, but for rounding.
+    """
+    model, batch, count = config.model, config.data.batch_size, len(devices)
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices).shape
+    order = ("none", "dots", "full")
+    rematted = [
+        (f"--model.remat {remat}", replace(config, model=replace(model, remat=remat)))
+        for remat in order[order.index(model.remat) + 1 :]
+    ]
+    pieces = mesh["data"] * mesh["fsdp"]
+    counts = [
+        n for n in range(config.accumulation + 1, batch // pieces + 1)
+        if batch % n == 0 and batch // n % pieces == 0
+    ]  # fmt: skip
+    microbatches = [
+        (f"--accumulation {n}", replace(config, accumulation=n)) for n in _spread(counts)
+    ]
+    width = math.gcd(*(leaf.shape[-1] for name, leaf in abstract_parameters(model).items()
+                       if name.endswith("norm.scale")))  # fmt: skip
+    pieced = [
+        (
+            f"--mesh.fsdp {n}",
+            replace(config, mesh=replace(config.mesh, data=-1, fsdp=n)),
+        )
+        for n in range(mesh["fsdp"] + 1, count // mesh["tensor"] + 1)
+        if count // mesh["tensor"] % n == 0 and width % n == 0
+    ]
+    chunk, length = config.loss_chunk, config.data.sequence_length
+    chunk = length if chunk is None else min(chunk, length)
+    chunks = [
+        (f"--loss-chunk {n}", replace(config, loss_chunk=n)) for n in (512, 256, 128) if n < chunk
+    ]
+    unit = pieces * config.accumulation
+    smaller = [
+        (f"--data.batch-size {n}", replace(config, data=replace(config.data, batch_size=n)))
+        for n in sorted({batch >> k for k in range(1, 12)} - {0}, reverse=True)
+        if n % unit == 0
+    ]
+    return {
+        "remat": rematted, "accumulation": microbatches, "mesh": pieced, "loss chunks": chunks,
+        "batch": smaller,
+    }  # fmt: skip
+
+
+def _spread(counts: list[int]) -> list[int]:
+    """Some of many: each at least twice the one before, and the last."""
+    kept: list[int] = []
+    for count in counts:
+        if not kept or count >= 2 * kept[-1]:
+            kept.append(count)
+    return sorted({*kept, *counts[-1:]})
+
+
+def largest_batch(config: TrainConfig, topology: str, progress: Progress) -> int:
+    """The most sequences of a microbatch that fit each device, by quick compilations; 0 for none.
+
+    Args:
+        config: the run's; its batch size and accumulation do not count.
+        topology: of the slice.
+        progress: told what is tried.
+    """
+    mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices_of(topology))
+    pieces = mesh.shape["data"] * mesh.shape["fsdp"]
+
+    def fits(rows: int) -> bool:
+        progress(f"trying {rows} sequences a device")
+        data = replace(config.data, batch_size=rows * pieces * config.accumulation)
+        return plan_training(replace(config, data=data), topology, quick=True).fits
+
+    return most(fits)
+
+
+def most(fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, to a sixteenth of itself, where every smaller one does."""
+    if not fits(1):
+        return 0
+    low = 1
+    while fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
