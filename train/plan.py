@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxslm.compilation import not_kept
 from jaxslm.decoding import lower_decoding, most_slots
 from jaxslm.sharding import make_mesh
 from jaxslm.weights import abstract_parameters
@@ -220,7 +221,8 @@ def _compiled(
     start = time.perf_counter()
     compiled, refusal = None, None
     try:
-        compiled = lowered.compile(QUICK if quick else None)
+        with not_kept():
+            compiled = lowered.compile(QUICK if quick else None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

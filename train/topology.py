@@ -1,8 +1,8 @@
 """Slices of TPUs that are not attached: their devices, for which programs can be compiled."""
 
-import importlib.util
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def devices_of(topology: str) -> Sequence[Any]:
         offered = "; ".join(f"{name}: {', '.join(sizes)}" for name, sizes in SIZES.items())
         raise ValueError(f"there is no slice {topology!r}: give a generation and a size, as in "
                          f"v5e:4x4. {offered}; cubes of more by multiples of 4")  # fmt: skip
-    if importlib.util.find_spec("libtpu") is None:
+    if find_spec("libtpu") is None:
         raise ModuleNotFoundError("no module named 'libtpu'", name="libtpu")
     compile_only()
     options: dict[str, Any] = {}

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.experimental.pallas.ops.tpu.splash_attention  # its programs are jitted when imported
 import pytest
 
 from tests.train.runs import quietly, small_config
