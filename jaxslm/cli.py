@@ -15,7 +15,8 @@ from tyro.conf import Positional, arg
 from jaxslm.libtpu import quiet_without_tpu
 
 BAD_INPUT, FAILED, INTERNAL, INTERRUPTED = 2, 1, 70, 130
-EXTRAS = {"torch": "torch", "libtpu": "plan"}  # packages that an extra brings
+# Packages that an extra brings.
+EXTRAS = {"torch": "torch", "libtpu": "plan", "jax_cuda12_plugin": "plan-cuda"}
 
 Fields = Annotated[
     tuple[str, ...],
@@ -292,7 +293,7 @@ def train(config: Positional[Path], /, resume: bool = False) -> int:
 
 @app.command
 def plan(config: Positional[Path], /) -> int:
-    """Compile a run for TPUs that need not be there; `jaxslm plan --help` lists them.
+    """Compile a run for devices that need not be there; `jaxslm plan --help` lists them.
 
     Prints whether it fits, memory, what the devices exchange, and the least time of an update.
 

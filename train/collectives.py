@@ -83,8 +83,7 @@ def _found(
                 continue
             trips = 1
             if " while(" in line:
-                condition = re.search(r"condition=%?([\w.-]+)", line)
-                trips = _trips(computations.get(condition[1], [])) if condition else 1
+                trips = _trips(line, computations)
             for called in _CALLED.findall(line):
                 for other in re.findall(r"[\w.-]+", called):
                     visit(other, times * trips)
@@ -93,8 +92,16 @@ def _found(
     return found
 
 
-def _trips(condition: list[str]) -> int:
-    """How often a loop of JAX's scan runs: its counter goes from 0 to a constant; else 1."""
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop runs, where that is fixed; else 1.
+
+    Compilers for GPUs and CPUs write it down. The TPU's does not, but the counter of JAX's scan
+    goes from 0 to a constant.
+    """
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line):
+        return int(known[1])
+    match = re.search(r"condition=%?([\w.-]+)", line)
+    condition = computations.get(match[1], []) if match else []
     constants = {m[1]: int(m[2]) for line in condition if (m := _LIMIT.search(line))}
     for line in condition:
         if line.lstrip().startswith("ROOT") and "direction=LT" in line:
@@ -110,15 +117,11 @@ def _bytes(line: str, match: re.Match[str], devices: int) -> float:
     arrays = [_size(*array) for array in _ARRAY.findall(line[: match.start()].partition(" = ")[2])]
     group = _group(line, devices)
     share = (group - 1) / group
-    if match[2]:  # a start gives its operands too, and then its results
-        half = len(arrays) // 2
-        result = sum(arrays[half : 2 * half]) if kind == "all-gather" else sum(arrays[:half])
-        if kind == "collective-permute":
-            result = arrays[0]
-    else:
-        result = sum(arrays)
     if kind == "collective-permute":
-        return float(result)
+        return float(arrays[0])
+    if match[2] and kind == "all-gather":  # its start gives operands, and then results
+        arrays = arrays[len(arrays) // 2 :]
+    result = sum(arrays)
     if kind == "reduce-scatter":
         result *= group  # what it takes
     return (2.0 if kind == "all-reduce" else 1.0) * share * result

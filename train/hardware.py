@@ -17,41 +17,49 @@ class Chip:
     Attributes:
         kind: how JAX's device_kind begins.
         flops: FLOP/s in bfloat16, dense.
+        flops_float32: FLOP/s of exact float32 products: on TPUs six passes in bfloat16.
         bandwidth: bytes a second between memory and the chip.
-        links: bytes a second that all its links to other chips carry in one direction; None where
-            that depends on the machine.
-        capacity: bytes of memory that a program may use by the TPU compiler's account, which is
-            less than the chip has; None where only the device itself knows.
+        links: bytes a second that all its links to other chips carry in one direction (PCIe's, of
+            GPUs without NVLink).
+        capacity: bytes of memory that a program may use: on TPUs by their compiler's account, on
+            GPUs the three quarters that JAX takes unless told otherwise.
     """
 
     kind: str
     flops: float
+    flops_float32: float
     bandwidth: float
-    links: float | None = None
-    capacity: int | None = None
+    links: float
+    capacity: int
 
     def flops_in(self, dtype: str) -> float:
-        """FLOP/s of a TPU in a compute dtype: a float32 product takes six passes in bfloat16."""
-        return self.flops if dtype == "bfloat16" else self.flops / 6
+        """FLOP/s in a compute dtype."""
+        return self.flops if dtype == "bfloat16" else self.flops_float32
 
 
 # Sources: Google Cloud TPU system architecture pages (an interconnect's "bidirectional" halved);
 # NVIDIA data sheets (SXM unless named). Longer names first.
+_TPUS = {
+    "v4": (275e12, 275e12 / 6, 1228e9, 300e9, int(30.75 * GIB)),
+    "v5e": (197e12, 197e12 / 6, 819e9, 200e9, int(15.75 * GIB)),
+    "v5p": (459e12, 459e12 / 6, 2765e9, 600e9, int(95.74 * GIB)),
+    "v6e": (918e12, 918e12 / 6, 1638e9, 400e9, int(31.25 * GIB)),
+}
 CHIPS = (
-    Chip("TPU v4", 275e12, 1228e9, 300e9, int(30.75 * GIB)),
-    Chip("TPU v5 lite", 197e12, 819e9, 200e9, int(15.75 * GIB)),
-    Chip("TPU v5e", 197e12, 819e9, 200e9, int(15.75 * GIB)),
-    Chip("TPU v5p", 459e12, 2765e9, 600e9, int(95.74 * GIB)),
-    Chip("TPU v5", 459e12, 2765e9, 600e9, int(95.74 * GIB)),
-    Chip("TPU v6 lite", 918e12, 1638e9, 400e9, int(31.25 * GIB)),
-    Chip("TPU v6e", 918e12, 1638e9, 400e9, int(31.25 * GIB)),
-    Chip("NVIDIA A100-SXM4-40GB", 312e12, 1555e9),
-    Chip("NVIDIA A100", 312e12, 2039e9),
-    Chip("NVIDIA H100 PCIe", 756e12, 2000e9),
-    Chip("NVIDIA H100 NVL", 835e12, 3900e9),
-    Chip("NVIDIA H100", 989e12, 3350e9),
-    Chip("NVIDIA H200 NVL", 836e12, 4800e9),
-    Chip("NVIDIA H200", 989e12, 4800e9),
+    Chip("TPU v4", *_TPUS["v4"]),
+    Chip("TPU v5 lite", *_TPUS["v5e"]),
+    Chip("TPU v5e", *_TPUS["v5e"]),
+    Chip("TPU v5p", *_TPUS["v5p"]),
+    Chip("TPU v5", *_TPUS["v5p"]),
+    Chip("TPU v6 lite", *_TPUS["v6e"]),
+    Chip("TPU v6e", *_TPUS["v6e"]),
+    Chip("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12, 1555e9, 300e9, 30 * 10**9),
+    Chip("NVIDIA A100", 312e12, 19.5e12, 2039e9, 300e9, 60 * 10**9),
+    Chip("NVIDIA H100 PCIe", 756e12, 51e12, 2000e9, 64e9, 60 * 10**9),
+    Chip("NVIDIA H100 NVL", 835e12, 60e12, 3900e9, 300e9, 70 * 10**9),
+    Chip("NVIDIA H100", 989e12, 67e12, 3350e9, 450e9, 60 * 10**9),
+    Chip("NVIDIA H200 NVL", 836e12, 60e12, 4800e9, 450e9, 105 * 10**9),
+    Chip("NVIDIA H200", 989e12, 67e12, 4800e9, 450e9, 105 * 10**9),
 )
 
 

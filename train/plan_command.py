@@ -1,4 +1,4 @@
-"""`jaxslm plan`: a run's config and a slice of TPUs, and whether they go together."""
+"""`jaxslm plan`: a run's config and a slice of TPUs or GPUs, and whether they go together."""
 
 import json
 from collections.abc import Sequence
@@ -37,10 +37,11 @@ def command(arguments: Sequence[str], console: Console) -> int:
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         sizes = "\n".join(f"  {name}: {', '.join(each)}" for name, each in SIZES.items())
-        print(f"{USAGE}\n\nCompile a run's update for TPUs that need not be there: memory, what is "
-              "exchanged, the least time.\nExit status 1 if it does not fit. Needs the TPU "
-              "compiler: pip install 'jaxslm[plan]'.\njaxslm plan CONFIG.py --help lists the "
-              f"options and fields.\n\nslices:\n{sizes}")  # fmt: skip
+        print(f"{USAGE}\n\nCompile a run's update for devices that need not be there: memory, what "
+              "is exchanged, the least time.\nExit status 1 if it does not fit. Needs the "
+              "compiler: pip install 'jaxslm[plan]', for GPUs 'jaxslm[plan-cuda]'.\n"
+              "jaxslm plan CONFIG.py --help lists the options and fields.\n\n"
+              f"slices:\n{sizes}")  # fmt: skip
         return 0
     if arguments[0].startswith("-"):
         raise ValueError(f"the config comes first: {USAGE}")
@@ -56,7 +57,7 @@ def command(arguments: Sequence[str], console: Console) -> int:
         quick: bool = False,
         json: bool = False,
     ) -> dict[str, Any]:
-        """Compile a run's update for TPUs that need not be there.
+        """Compile a run's update for devices that need not be there.
 
         Args:
             topology: slice, such as v5e:4x4; `jaxslm plan --help` lists them.
@@ -152,8 +153,11 @@ def print_plan(
             f"{data.sequence_length:,} tokens in {config.accumulation} microbatch(es); remat "
             f"{model.remat}, loss chunks of {config.loss_chunk}"
         )
+    if plan.chip.kind.startswith("NVIDIA") and model.attention == "auto":
+        console.print("attention is planned as blockwise: cuDNN's, which auto may take on the "
+                      "GPU, is compiled there only; it holds less and is faster")  # fmt: skip
     _print_memory(plan, console)
-    _print_time(plan, console, decode=decode)
+    _print_time(config, plan, console, decode=decode)
     console.print(f"\ncompiled in {plan.compile_seconds:.1f} s")
     if ways:
         console.print("\nwhat would make it fit:")
@@ -179,7 +183,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
     console.print(f"  {'capacity':14}{memory.capacity / GIB:8.2f}  {fits}")
 
 
-def _print_time(plan: Plan, console: Console, *, decode: bool) -> None:
+def _print_time(config: TrainConfig, plan: Plan, console: Console, *, decode: bool) -> None:
     """What is exchanged, and the bounds with their formulas."""
     roofline, chip, step = plan.roofline, plan.chip, "token" if decode else "update"
     if roofline is None:
@@ -193,15 +197,15 @@ def _print_time(plan: Plan, console: Console, *, decode: bool) -> None:
     through = "weights and cache once" if decode else (
         "arguments and results once, weights twice a microbatch"
     )  # fmt: skip
-    rate = chip.flops_in("bfloat16") / 1e12
+    rate = chip.flops_in(config.model.dtype) / 1e12
     console.print(f"\nseconds per {step} at the published peaks (no program is faster)")
     console.print(
         f"  compute       {roofline.compute:10.5f}  {plan.flops / 1e12:,.2f} TFLOP of the model, "
-        f"and what is recomputed, on {plan.devices} x {rate:g} TFLOP/s (a sixth in float32)"
+        f"and what is recomputed, on {plan.devices} x {rate:g} TFLOP/s"
     )
     console.print(f"  memory        {roofline.memory:10.5f}  {through}, at "
                   f"{chip.bandwidth / 1e9:g} GB/s")  # fmt: skip
-    if plan.devices > 1 and chip.links is not None:
+    if plan.devices > 1:
         console.print(f"  communication {roofline.communication:10.5f}  what is sent, at "
                       f"{chip.links / 1e9:g} GB/s over all links")  # fmt: skip
     console.print(

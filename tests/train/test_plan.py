@@ -17,7 +17,7 @@ from jaxslm.weights import abstract_parameters
 from train.collectives import Collective, collectives
 from train.config import DataConfig, MeshConfig, TrainConfig
 from train.hardware import CHIPS, chip, flops_per_token
-from train.plan import Memory, Plan, plan_decoding, plan_training
+from train.plan import Memory, Plan, plan_decoding, plan_training, without_cudnn
 from train.plan_search import changes, largest_batch, most, ways_to_fit
 from train.topology import devices_of
 
@@ -171,8 +171,29 @@ def test_slices_have_their_devices(topology, count, kind):
     assert found.links is not None
 
 
+@pytest.mark.skipif(
+    find_spec("jax_cuda12_plugin") is None, reason="needs the GPU compiler: jaxslm[plan-cuda]"
+)
+def test_gpus_of_one_machine_are_planned_with_attention_that_needs_none():
+    model = replace(SMALL, dtype="bfloat16")
+    plan = plan_training(config(model=model), "h100:2", quick=True)
+    assert plan.fits
+    assert plan.chip.kind == "NVIDIA H100"
+    assert plan.devices == 2
+    assert {each.kind for each in plan.collectives} == {"all-reduce"}
+
+
+def test_cudnn_cannot_be_planned():
+    auto = config(model=replace(SMALL, dtype="bfloat16"))
+    assert without_cudnn(auto, "tpu") == auto
+    assert without_cudnn(auto, "gpu").model.attention == "blockwise"
+    named = config(model=replace(SMALL, dtype="bfloat16", attention="cudnn"))
+    with pytest.raises(ValueError, match="plan with --model.attention blockwise"):
+        without_cudnn(named, "gpu")
+
+
 @pytest.mark.parametrize(
-    "topology", ["v5e", "v5e:3x3", "v9:2x2", "v5p:2x2", "v5p:4x4x6", "", "v5e:"]
+    "topology", ["v5e", "v5e:3x3", "h100:3", "v9:2x2", "v5p:2x2", "v5p:4x4x6", "", "v5e:"]
 )
 def test_other_slices_are_refused_with_those_that_there_are(topology):
     with pytest.raises(ValueError, match="there is no slice .*v5e: 1x1, 2x2, 2x4"):
@@ -226,15 +247,24 @@ def test_collectives_are_read_in_the_forms_that_compilers_write():
   ROOT %t = (s32[], f32[8]) tuple(%i, %r)
 }
 
+%known (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %z = f32[8]{0} all-to-all(%x), channel_id=7, replica_groups=[1,8]<=[8]
+}
+
 ENTRY %main (x: f32[8]) -> f32[8] {
   %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body
+  %v = () while(%t), condition=%none, body=%known, backend_config={"known_trip_count":{"n":"3"}}
+  %b = ((f32[2]{0}, f32[4]{0}), (f32[16]{0}, f32[32]{0})) all-gather-start(%x, %y), channel_id=5
+  %c = (f32[4]{0}, f32[8]{0}) all-reduce-start(%x, %y), channel_id=6, replica_groups={}
+  %d = f32[4]{0} all-reduce-done(%c)
   ROOT %a = (f32[4]{0}, bf16[2,2]{1,0}) all-reduce(%x, %y), channel_id=4, replica_groups={}
 }
 """
     assert collectives(text, 8) == (
-        Collective("all-reduce", 1, 2 * 7 / 8 * (16 + 8)),
-        Collective("all-gather", 5, 5 * 3 / 4 * 64),
+        Collective("all-reduce", 2, 2 * 7 / 8 * (16 + 8 + 48)),
+        Collective("all-gather", 6, 5 * 3 / 4 * 64 + 7 / 8 * 192),
         Collective("reduce-scatter", 5, 5 * 1 / 2 * 64),
+        Collective("all-to-all", 3, 3 * 7 / 8 * 32),
         Collective("collective-permute", 5, 5 * 32),
     )
 
