@@ -15,7 +15,7 @@ from convert.rules import Table, faults
 from jaxslm.models import MODELS, Config
 
 # Ours to choose: no torch checkpoint speaks of them.
-CHOICES = ("dtype", "unroll", "remat", "window_mode", "decay_gradient")
+CHOICES = ("dtype", "unroll", "remat", "attention", "window_mode", "decay_gradient")
 
 
 @dataclass(frozen=True, kw_only=True)

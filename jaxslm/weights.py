@@ -1,6 +1,6 @@
 """The model folder: config.json and model.safetensors, in our own parameter names. No torch.
 
-config.json says {"format": "jaxslm", "format_version": 2, "model": ..., "config": {...}};
+config.json says {"format": "jaxslm", "format_version": 3, "model": ..., "config": {...}};
 model.safetensors holds one tensor a parameter, named by its path in the module
 ("blocks.attention.wq"), each in the dtype that it was saved with.
 """
@@ -26,7 +26,7 @@ from jaxslm.tokenizer import FILE as TOKENIZER_FILE
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 OWNED_FILES = (CONFIG_FILE, WEIGHTS_FILE, "parity.json", "optimizer.safetensors", TOKENIZER_FILE)
 
 
@@ -213,7 +213,7 @@ def _read_config(path: Path) -> Config:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != "jaxslm":
         raise ValueError(f"{path} is not ours: convert the checkpoint first (jaxslm convert)")
-    if content.get("format_version") not in (1, FORMAT_VERSION):
+    if content.get("format_version") not in range(1, FORMAT_VERSION + 1):
         raise ValueError(
             f"{path} has format_version {content.get('format_version')!r}; "
             f"this jaxslm reads 1 to {FORMAT_VERSION}"
@@ -221,10 +221,12 @@ def _read_config(path: Path) -> Config:
     if content.get("model") not in list(MODELS) or not isinstance(content.get("config"), dict):
         raise ValueError(f"{path} must name a model of {', '.join(MODELS)} and its config")
     kind = MODELS[content["model"]][0]
-    missing = [field.name for field in fields(kind) if field.name not in content["config"]]
+    values = dict(content["config"])
+    if content["format_version"] < 3:
+        values.setdefault("attention", "auto")  # versions 1 and 2 had no choice
+    missing = [field.name for field in fields(kind) if field.name not in values]
     if missing:
         raise ValueError(f"{path} lacks the config fields {', '.join(missing)}")
-    values = dict(content["config"])
     if content["format_version"] == 1 and isinstance(values["remat"], bool):
         values["remat"] = "full" if values["remat"] else "none"  # the policies of version 1
     try:

@@ -13,7 +13,7 @@ from jaxslm.models.config import check_positive
 
 CONFIG_FILE = "config.json"
 FORMAT = "jaxslm-run"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SINCE_2 = ("sample_tokens", "sample_prompt")  # of EvalConfig; runs of version 1 get the defaults
 
 
@@ -341,7 +341,7 @@ class TrainConfig:
 MAY_CHANGE = (
     "out", "mesh", "checkpoint", "eval.every", "eval.sample_tokens", "eval.sample_prompt", "log",
     "cluster", "steps", "accumulation", "loss_chunk", "max_skipped", "data.train", "data.val",
-    "data.tokenizer", "init_from", "model.unroll", "model.remat",
+    "data.tokenizer", "init_from", "model.unroll", "model.remat", "model.attention",
 )  # fmt: skip
 
 
@@ -363,13 +363,15 @@ def from_json(content: Any, source: Path) -> TrainConfig:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{source} is not the config of a training run")
     version = content.get("format_version")
-    if version not in (1, FORMAT_VERSION) or content.get("model") not in list(MODELS):
+    if version not in range(1, FORMAT_VERSION + 1) or content.get("model") not in list(MODELS):
         raise ValueError(f"{source} is of a version or model that this jaxslm does not know")
     values = content.get("config")
     if version == 1 and isinstance(values, dict) and isinstance(values.get("eval"), dict):
         defaults = asdict(EvalConfig())
         added = {name: defaults[name] for name in SINCE_2}
         values = {**values, "eval": {**added, **values["eval"]}}
+    if version in (1, 2) and isinstance(values, dict) and isinstance(values.get("model"), dict):
+        values = {**values, "model": {"attention": "auto", **values["model"]}}
     try:
         return _build("config", TrainConfig, values, MODELS[content["model"]][0])
     except (TypeError, ValueError, OverflowError) as error:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,9 @@ def export(
         checkpoints.close()
     params = {name: value for name, value in arrays.items() if not name.startswith((FIRST, SECOND))}
     with atomic_output(destination, overwrite=overwrite, owns=OWNED_FILES) as folder:
-        write_folder(folder, config.model, _specs(params), params.__getitem__)
+        # The kernel was for the run's devices; the folder is for any.
+        model = replace(config.model, attention="auto")
+        write_folder(folder, model, _specs(params), params.__getitem__)
         if with_optimizer:
             moments = {name: value for name, value in arrays.items() if name not in params}
             write_optimizer(

@@ -26,7 +26,9 @@ from train.step import TrainState, initial_state, partition
 from train.tokens import TokenSet, open_tokens
 
 # Fields in which a model folder may differ from the run that starts from it.
-CHOICES = ("dtype", "unroll", "remat", "window_mode", "decay_gradient", "dropout")
+CHOICES = (
+    "dtype", "unroll", "remat", "attention", "window_mode", "decay_gradient", "dropout",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def blockwise_attention(
     key = None if dropout_rate == 0.0 else dropout_key
     if key is not None and _survivors(dropout_rate) == 0:
         return jnp.zeros_like(q_BTNH)
-    k_BTKH, v_BTKH = _shared_out(k_BTKH, q_BTNH.shape[2]), _shared_out(v_BTKH, q_BTNH.shape[2])
+    k_BTKH, v_BTKH = shared_out(k_BTKH, q_BTNH.shape[2]), shared_out(v_BTKH, q_BTNH.shape[2])
     return _attention(dropout_rate, window, exact, q_BTNH, k_BTKH, v_BTKH, slope_N, key)
 
 
@@ -77,7 +77,7 @@ def kept_weights(
     return halves < _survivors(rate)
 
 
-def _shared_out(k_BTKH: jax.Array, N: int) -> jax.Array:
+def shared_out(k_BTKH: jax.Array, N: int) -> jax.Array:
     """Repeats heads until the mesh's tensor axis divides them, so that each device has its own.
 
     Else a group's gradients would be summed over devices for every pair of blocks.
@@ -142,9 +142,10 @@ def _forward(
 
     least = jnp.full(q.shape[:-1], jnp.finfo(accumulate).min, accumulate)
     state = (jnp.zeros(q.shape, accumulate), least, jnp.zeros_like(least))
-    (o, top, total), _ = jax.lax.scan(step, state, _pairs(len(q), size, window, exact))
-    o_BTNH = _join(o / total[..., None], T, N).astype(q_BTNH.dtype)
-    return o_BTNH, (q, k, v, slope_N, key, o_BTNH, top + jnp.log(total))
+    (o, top, total), _ = jax.lax.scan(step, state, _pairs(q, size, window, exact))
+    o_BTNH = _join(o / total[..., None], T, N)
+    # Kept wide: of the gradients' errors in bfloat16 its rounding would make the largest.
+    return o_BTNH.astype(q_BTNH.dtype), (q, k, v, slope_N, key, o_BTNH, top + jnp.log(total))
 
 
 def _backward(
@@ -156,7 +157,7 @@ def _backward(
     accumulate = wide(q.dtype)
     do = _split(do_BTNH, K, size)
     # The sum over keys of weight * gradient of the weight, without making either.
-    delta_BTN1 = (do_BTNH.astype(accumulate) * o_BTNH.astype(accumulate)).sum(-1, keepdims=True)
+    delta_BTN1 = (do_BTNH.astype(accumulate) * o_BTNH).sum(-1, keepdims=True)
     delta = _split(delta_BTN1, K, size)[..., 0]
     slope_KR = _rows_of(slope_N, K, size, accumulate)
 
@@ -187,7 +188,7 @@ def _backward(
     zeros_HS = jnp.zeros(k.swapaxes(-1, -2).shape, accumulate)
     sums = None if slope_N is None else (jnp.zeros(q.shape[:-1], accumulate),) * 3
     state = (jnp.zeros(q.shape, accumulate), zeros_HS, zeros_HS, sums)
-    (dq, dk_HS, dv_HS, sums), _ = jax.lax.scan(step, state, _pairs(len(q), size, window, exact))
+    (dq, dk_HS, dv_HS, sums), _ = jax.lax.scan(step, state, _pairs(q, size, window, exact))
     dslope_N = None
     if slope_N is not None:
         by_distance, error, mean_distance = sums
@@ -235,13 +236,16 @@ def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y, preferred_element_type=wide(x.dtype))
 
 
-def _pairs(blocks: int, size: int, window: int | None, exact: bool) -> tuple[jax.Array, jax.Array]:
+def _pairs(q: jax.Array, size: int, window: int | None, exact: bool) -> tuple[jax.Array, jax.Array]:
     """Numbers of query and key block of every pair with a visible key; i ascends, then j."""
-    i, j = np.tril_indices(blocks)
+    i, j = np.tril_indices(len(q))
     if window is not None:
         seen = (j + 1) * size > first_key(i * size, window, exact)
         i, j = i[seen], j[seen]
-    return jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32)
+    pairs = jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32)
+    # Were they constants, JAX would take the masks of all pairs out of the loop over layers and
+    # keep them: memory in T squared.
+    return jax.lax.optimization_barrier((pairs, q[0, 0, 0, 0, 0]))[0]
 
 
 def _split(x_BTNH: jax.Array, K: int, size: int) -> jax.Array:

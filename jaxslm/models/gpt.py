@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxslm.attention import attend
+from jaxslm.attention import BACKENDS, attend
 from jaxslm.cache import Cache, Past, attend_cached
 from jaxslm.layers import (
     REMAT_POLICIES,
@@ -43,6 +43,8 @@ class GPTConfig:
         unroll: layers per step of the layer loop; changes speed, never the output.
         remat: what the backward pass recomputes instead of storing: "none"; "dots", all of a layer
             but its projections' outputs; "full", each layer. Changes memory, never the output.
+        attention: a backend of `jaxslm.attention.attend`; changes speed and memory, never the
+            output beyond rounding.
 
     Raises:
         ValueError: a value or combination that the model cannot have, named.
@@ -60,6 +62,7 @@ class GPTConfig:
     dtype: str = "float32"
     unroll: int = 1
     remat: str = "none"
+    attention: str = "auto"
 
     def __post_init__(self):
         check_types(self)
@@ -69,6 +72,7 @@ class GPTConfig:
         )  # fmt: skip
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "remat", tuple(REMAT_POLICIES))
+        check_choice(self, "attention", BACKENDS)
         check_divides(self, "n_head", "n_embd")
         check_divides(self, "n_kv_head", "n_head")
         if self.head_width % 2:
@@ -95,6 +99,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, key: jax.Array):
         q, k, v, o = jax.random.split(key, 4)
+        self.backend = config.attention
         D, N, K, H = config.n_embd, config.n_head, config.n_kv_head, config.head_width
         self.wq = normal(q, (D, N, H), 0.02)
         self.wk = normal(k, (D, K, H), 0.02)
@@ -113,7 +118,8 @@ class Attention(nnx.Module):
         k_BTKH = rotate(contract("btd,dkh->btkh", x_BTD, self.wk[...]), rope)
         v_BTKH = contract("btd,dkh->btkh", x_BTD, self.wv[...])
         if past is None:
-            o_BTNH, layer = attend(q_BTNH, k_BTKH, v_BTKH), (k_BTKH, v_BTKH)
+            o_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, backend=self.backend)
+            layer = k_BTKH, v_BTKH
         else:
             o_BTNH, layer = attend_cached(q_BTNH, k_BTKH, v_BTKH, *past)
         return contract("btnh,nhd->btd", o_BTNH, self.wo[...]), layer

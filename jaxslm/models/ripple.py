@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxslm.attention import WINDOW_MODES, attend
+from jaxslm.attention import BACKENDS, WINDOW_MODES, attend
 from jaxslm.cache import Cache, Past, attend_cached
 from jaxslm.layers import (
     REMAT_POLICIES,
@@ -53,6 +53,8 @@ class RippleConfig:
         unroll: layers per step of the layer loop; changes speed, never the output.
         remat: what the backward pass recomputes instead of storing: "none"; "dots", all of a layer
             but its projections' outputs; "full", each layer. Changes memory, never the output.
+        attention: a backend of `jaxslm.attention.attend`; changes speed and memory, never the
+            output beyond rounding.
 
     Raises:
         ValueError: a value or combination that the model cannot have, named.
@@ -74,6 +76,7 @@ class RippleConfig:
     dtype: str = "float32"
     unroll: int = 1
     remat: str = "none"
+    attention: str = "auto"
 
     def __post_init__(self):
         check_types(self)
@@ -85,6 +88,7 @@ class RippleConfig:
         )  # fmt: skip
         check_choice(self, "dtype", DTYPES)
         check_choice(self, "remat", tuple(REMAT_POLICIES))
+        check_choice(self, "attention", BACKENDS)
         check_choice(self, "window_mode", WINDOW_MODES)
         check_choice(self, "decay_gradient", ("as_torch", "always"))
         check_divides(self, "n_head", "n_embd")
@@ -171,8 +175,9 @@ class Attention(nnx.Module):
         if past is None:
             layer = (k_BTNH, v_BTNH)
             o_BTNH = attend(
-                q_BTNH, k_BTNH, v_BTNH, dropout_rate=config.dropout, dropout_key=key, **distance
-            )
+                q_BTNH, k_BTNH, v_BTNH, dropout_rate=config.dropout, dropout_key=key,
+                backend=config.attention, **distance,
+            )  # fmt: skip
         else:
             o_BTNH, layer = attend_cached(q_BTNH, k_BTNH, v_BTNH, *past, **distance)
         # Heads lie on the axis `tensor`, the stream does not. Left to itself, XLA (jax 0.10.2) lays

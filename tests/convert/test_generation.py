@@ -20,7 +20,7 @@ FILES = {
     "lumen_3m.pt": "lumen-3m", "lumen_3m_bf16.pt": "lumen-3m", "gpt_small.pt": None,
     "gpt_small_safetensors": None, "ripple_char.pt": None, "ripple_window.pt": None,
 }  # fmt: skip
-OURS = {"dtype", "unroll", "remat"}  # fields that no original has
+OURS = {"dtype", "unroll", "remat", "attention"}  # fields that no original has
 
 
 def original(shared, model, dtype):

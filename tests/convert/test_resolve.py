@@ -109,11 +109,15 @@ def test_constants_of_the_original_can_be_changed():
 
 
 def test_our_choices_can_be_passed():
-    options = ("window_mode=exact", "decay_gradient=always", "unroll=2", "remat=full")
+    options = (
+        "window_mode=exact", "decay_gradient=always", "unroll=2", "remat=full",
+        "attention=blockwise",
+    )  # fmt: skip
     found = resolved("ripple", {"model_args": said("ripple")}, overrides=options)
     assert found.config() == config_of(
-        "ripple", window_mode="exact", decay_gradient="always", unroll=2, remat="full"
-    )
+        "ripple", window_mode="exact", decay_gradient="always", unroll=2, remat="full",
+        attention="blockwise",
+    )  # fmt: skip
 
 
 def test_pickled_config_object_and_model_args_are_both_read(tmp_path):

@@ -43,9 +43,9 @@ CASES = [
 ]
 
 
-def inputs(T, heads, H, slope, dtype, B=1):
+def inputs(T, heads, H, slope, dtype, B=1, seed=None):
     """q, k, v, slope and the gradient of the output, in numbers that bfloat16 holds."""
-    rng = np.random.default_rng(T)
+    rng = np.random.default_rng(T if seed is None else seed)
     (N, K), wide = heads, jnp.promote_types(dtype, jnp.float32)
     shapes = [(B, T, n, H) for n in (N, K, K, N)]
     q, k, v, do = (
@@ -85,10 +85,19 @@ def test_blockwise_is_the_reference(T, heads, H, slope, x64):
             assert a is None or (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
-@pytest.mark.parametrize(("T", "heads", "H", "slope"), CASES[2:])
-def test_blockwise_in_bfloat16_errs_at_most_twice_as_much_as_the_reference(T, heads, H, slope, x64):
-    exact = output_and_gradients(full_attention, *inputs(T, heads, H, slope, "float64"))
-    x = inputs(T, heads, H, slope, "bfloat16")
+# The last three are draws in which a bfloat16 output in the backward pass errs 2.2 to 2.8 times.
+@pytest.mark.parametrize(
+    ("case", "seed"),
+    [
+        *((case, None) for case in CASES[2:]),
+        ((300, (16, 4), 64, None), 8),
+        ((300, (16, 4), 64, None), 10),
+        ((300, (6, 6), 64, "ripple"), 2),
+    ],
+)
+def test_blockwise_in_bfloat16_errs_at_most_twice_as_much_as_the_reference(case, seed, x64):
+    exact = output_and_gradients(full_attention, *inputs(*case, "float64", seed=seed))
+    x = inputs(*case, "bfloat16", seed=seed)
     found = output_and_gradients(blockwise_attention, *x)
     plain = output_and_gradients(full_attention, *x)
     for name, a, b, c in zip(NAMES, found, plain, exact, strict=True):

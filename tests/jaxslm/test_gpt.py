@@ -111,6 +111,7 @@ def test_given_rope_tables_replace_our_own():
         ("n_kv_head", None, TypeError, "n_kv_head must be int, got None"),
         ("layer_norm_eps", False, TypeError, "layer_norm_eps must be float, got False"),
         ("remat", True, TypeError, "remat must be str, got True"),
+        ("attention", "flash", ValueError, "attention must be one of .*auto.*, got 'flash'"),
     ],
 )
 def test_config_refuses_naming_field_and_value(field, value, error, words):

@@ -136,6 +136,7 @@ def test_given_rope_tables_replace_our_own():
         ("rms_norm_eps", "1e-6", TypeError, "rms_norm_eps must be float, got '1e-6'"),
         ("rope_theta", True, TypeError, "rope_theta must be float, got True"),
         ("remat", "all", ValueError, "remat must be one of"),
+        ("attention", "flash", ValueError, "attention must be one of .*auto.*, got 'flash'"),
         ("dtype", np.float32, TypeError, "dtype must be str, got "),
     ],
 )

@@ -237,6 +237,7 @@ def test_dropout_happens_with_a_key_only():
         ("decay_gradient", "no", ValueError, "decay_gradient must be .*'always'.*, got 'no'"),
         ("dtype", "half", ValueError, "dtype must be one of .*bfloat16.*, got 'half'"),
         ("unroll", 0, ValueError, "unroll must be above zero, got 0"),
+        ("attention", "flash", ValueError, "attention must be one of .*auto.*, got 'flash'"),
         ("n_embd", 24.0, TypeError, "n_embd must be int, got 24.0"),
         ("n_head", True, TypeError, "n_head must be int, got True"),
         ("attention_window", 4.0, TypeError, "attention_window must be int or None, got 4.0"),

@@ -92,7 +92,7 @@ def test_loaded_model_computes_what_the_saved_one_did(config, tmp_path):
 def test_folder_holds_what_the_format_says(folder):
     assert names(folder) == ["config.json", "model.safetensors"]
     content = json.loads((folder / "config.json").read_text())
-    assert (content["format"], content["format_version"]) == ("jaxslm", 2)
+    assert (content["format"], content["format_version"]) == ("jaxslm", 3)
     assert content["model"] == "lumen"
     assert LumenConfig(**content["config"]) == LUMEN
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -170,12 +170,12 @@ def test_every_fault_of_the_weights_is_listed_at_once(folder):
         ("[1]", "is not ours: convert the checkpoint first"),
         ("null", "is not ours"),
         ('{"model_type": "gpt2"}', "is not ours"),
-        ('{"format": "jaxslm"}', "format_version None; this jaxslm reads 1 to 2"),
-        ('{"format": "jaxslm", "format_version": 3}', "format_version 3; this jaxslm reads 1 to 2"),
-        ('{"format": "jaxslm", "format_version": 2}', "must name a model of lumen, gpt, ripple"),
-        ('{"format": "jaxslm", "format_version": 2, "model": "bert"}', "must name a model of"),
-        ('{"format": "jaxslm", "format_version": 2, "model": ["gpt"]}', "must name a model of"),
-        ('{"format": "jaxslm", "format_version": 2, "model": "gpt"}', "and its config"),
+        ('{"format": "jaxslm"}', "format_version None; this jaxslm reads 1 to 3"),
+        ('{"format": "jaxslm", "format_version": 4}', "format_version 4; this jaxslm reads 1 to 3"),
+        ('{"format": "jaxslm", "format_version": 3}', "must name a model of lumen, gpt, ripple"),
+        ('{"format": "jaxslm", "format_version": 3, "model": "bert"}', "must name a model of"),
+        ('{"format": "jaxslm", "format_version": 3, "model": ["gpt"]}', "must name a model of"),
+        ('{"format": "jaxslm", "format_version": 3, "model": "gpt"}', "and its config"),
     ],
 )
 def test_damaged_config_is_refused_by_name(folder, text, words):
@@ -204,6 +204,17 @@ def test_config_field_is_refused_by_name(folder, changes, words):
     edit_config(folder, config=config | changes)
     with pytest.raises(ValueError, match=rf"config\.json: .*{words}"):
         jaxslm.load(folder)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_folder_of_before_there_was_a_choice_of_attention_has_auto(folder, version):
+    config = json.loads((folder / "config.json").read_text())["config"]
+    del config["attention"]
+    edit_config(folder, config=config)
+    with pytest.raises(ValueError, match=r"config\.json lacks the config fields attention"):
+        jaxslm.load(folder)
+    edit_config(folder, format_version=version)
+    assert jaxslm.load(folder).config == LUMEN
 
 
 def test_missing_config_field_is_refused(folder):

@@ -100,7 +100,7 @@ def test_folder_without_a_run_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("format",), "jaxslm"), (("format_version",), 3), (("format_version",), None),
+        (("format",), "jaxslm"), (("format_version",), 4), (("format_version",), None),
         (("model",), "llama"), (("model",), ["gpt"]), (("model",), None), (("config",), None),
         (("config",), []), (("config",), "x"), (("config", "data"), None),
         (("config", "data"), []), (("config", "model"), 3), (("config", "model"), []),
@@ -159,6 +159,14 @@ def test_a_run_of_before_there_were_samples_gets_their_defaults(content):
         read(content)
     content["format_version"] = 1
     assert read(content) == replace(FULL, eval=EvalConfig(every=9, batches=None))
+
+
+def test_a_run_of_before_there_was_a_choice_of_attention_has_auto(content):
+    del content["config"]["model"]["attention"]
+    with pytest.raises(ValueError, match="fields are missing or unknown: attention"):
+        read(content)
+    content["format_version"] = 2
+    assert read(content) == FULL
 
 
 def test_every_field_must_be_there_and_none_else(content):
@@ -235,7 +243,7 @@ FREE = {
     "eval": replace(FULL.eval, every=3), "log": LogConfig(), "cluster": ClusterConfig(),
     "accumulation": 4, "loss_chunk": 3, "max_skipped": 1, "steps": 200, "init_from": None,
     "data": replace(FULL.data, train=Path("b"), val=Path("c")),
-    "model": replace(FULL.model, unroll=2, remat="full"),
+    "model": replace(FULL.model, unroll=2, remat="full", attention="blockwise"),
 }  # fmt: skip
 
 

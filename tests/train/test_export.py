@@ -51,6 +51,14 @@ def test_latest_checkpoint_is_exported_bit_for_bit(finished, tmp_path):
     assert not (tmp_path / "out" / "optimizer.safetensors").exists()
 
 
+def test_a_runs_attention_kernel_does_not_go_along(tmp_path):
+    config = small_config(tmp_path, steps=1)
+    config = replace(config, model=replace(config.model, attention="blockwise"))
+    assert quietly(config)[0] == 0
+    export(config.out, tmp_path / "out")
+    assert map_folder(tmp_path / "out")[0] == replace(config.model, attention="auto")
+
+
 def test_optimizer_is_exported_bit_for_bit_with_torchs_groups(finished, tmp_path):
     config, _ = finished
     export(config.out, tmp_path / "out", step=4, with_optimizer=True)
