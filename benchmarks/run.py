@@ -1,6 +1,6 @@
 """`make bench`: side by side with torch in one session, as a table and bench-out/results.json.
 
-python -m benchmarks.run [forward] [conversion] [training] [generation]
+python -m benchmarks.run [forward] [conversion] [update] [training] [generation]
 """
 
 import json
@@ -22,10 +22,12 @@ def main() -> None:
     from benchmarks.forward import forward
     from benchmarks.generation import generation
     from benchmarks.training import training
+    from benchmarks.update import update
 
     parts = {
         "forward": forward,
         "conversion": lambda: conversion(ROOM),
+        "update": lambda: update(ROOM),
         "training": lambda: training(ROOM),
         "generation": lambda: generation(ROOM),
     }

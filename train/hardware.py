@@ -54,6 +54,8 @@ CHIPS = (
     Chip("TPU v6 lite", *_TPUS["v6e"]),
     Chip("TPU v6e", *_TPUS["v6e"]),
     Chip("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12, 1555e9, 300e9, 30 * 10**9),
+    Chip("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12, 1555e9, 32e9, 30 * 10**9),
+    Chip("NVIDIA A100 80GB PCIe", 312e12, 19.5e12, 1935e9, 32e9, 60 * 10**9),
     Chip("NVIDIA A100", 312e12, 19.5e12, 2039e9, 300e9, 60 * 10**9),
     Chip("NVIDIA H100 PCIe", 756e12, 51e12, 2000e9, 64e9, 60 * 10**9),
     Chip("NVIDIA H100 NVL", 835e12, 60e12, 3900e9, 300e9, 70 * 10**9),
