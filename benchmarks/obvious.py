@@ -1,7 +1,7 @@
 """The three models as one writes them first in JAX, on our parameters: what ours is held against.
 
-Every score and every logit exists, windows are masks, arrays are never donated, and AdamW is
-optax's. Nothing is shared with the models but their configs and their parameters' names.
+Every score and every logit exists, windows are masks, arrays are not donated (if not asked to), and
+AdamW is optax's. All that is the models' is their configs and their parameters' names.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,16 +19,17 @@ from train.optimizer import is_decayed
 Arrays = dict[str, jax.Array]
 
 
-def make_update(config: Config, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+def make_update(
+    config: Config, optimizer: optax.GradientTransformation, *, donate: bool = False
+) -> Callable[..., Any]:
     """The compiled update: (params, optimizer state, tokens, targets) -> (params, state, loss)."""
 
-    @jax.jit
     def update(params: Arrays, state: Any, tokens_BT: jax.Array, targets_BT: jax.Array) -> Any:
         value, gradient = jax.value_and_grad(partial(loss, config))(params, tokens_BT, targets_BT)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    return update
+    return jax.jit(update, donate_argnums=(0, 1) if donate else ())
 
 
 def make_optimizer(optim: OptimConfig, paths: Iterable[str]) -> optax.GradientTransformation:
