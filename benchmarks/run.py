@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jaxslm.libtpu import quiet_without_tpu
+
 ROOM = Path("bench-out")
 
 
@@ -24,6 +26,7 @@ def main() -> None:
     from benchmarks.training import training
     from benchmarks.update import update
 
+    quiet_without_tpu()
     parts = {
         "forward": forward,
         "conversion": lambda: conversion(ROOM),
