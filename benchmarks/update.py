@@ -58,9 +58,9 @@ class Case:
         batch: sequences.
         length: positions in each.
         targets: least time of a reference's update over that of ours, by (dtype, reference).
-        whole: torch.compile takes the model as a whole; else each block, which takes a tenth of
-            the time for many alike.
-        donates: the obvious JAX donates its state, without which it would take 12 GB.
+        whole: torch.compile takes the model as a whole; else each block, where the whole would take
+            minutes.
+        donates: the obvious JAX donates its state, without which the process takes 15 GiB, not 11.
         compiles_within: seconds that our update may take to compile; None for no such row.
     """
 
