@@ -18,8 +18,24 @@ from train.plan import Plan, plan_training
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL_SLICES = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
-BUDGETS: dict[tuple[str, str, str], int] = {}
+BUDGETS = {
+    ("lumen_3m", "v5e:2x2", "as configured"): 1785,
+    ("lumen_3m", "v5p:2x2x1", "as configured"): 1786,
+    ("lumen_3m", "v6e:2x2", "as configured"): 1922,
+    ("gpt_250m", "v5e:2x2", "as configured"): 15389,
+    ("gpt_250m", "v5p:2x2x1", "as configured"): 15394,
+    ("gpt_250m", "v6e:2x2", "as configured"): 15934,
+    ("ripple_char", "v5e:2x2", "as configured"): 1174,
+    ("ripple_char", "v5p:2x2x1", "as configured"): 1175,
+    ("ripple_char", "v6e:2x2", "as configured"): 1182,
+    ("ripple_long", "v5e:2x2", "as configured"): 1786,
+    ("ripple_long", "v5p:2x2x1", "as configured"): 1786,
+    ("ripple_long", "v6e:2x2", "as configured"): 1812,
+    ("gpt_250m", "v5e:16x16", "data 256"): 6400,
+    ("gpt_250m", "v5e:16x16", "fsdp 256"): 1191,
+}
 TOLERANCE = 0.05
+assert BUDGETS, "no budgets: the tests below would be none"
 
 
 def run_of(name: str, mesh: str) -> TrainConfig:
