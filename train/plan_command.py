@@ -52,7 +52,7 @@ def command(arguments: Sequence[str], console: Console) -> int:
         topology: str,
         config: Annotated[TrainConfig, tyro.conf.arg(name="", prefix_name=False)] = loaded,
         decode: bool = False,
-        rows: int = 1,
+        rows: int | None = None,
         largest_batch: bool = False,
         quick: bool = False,
         json: bool = False,
@@ -63,7 +63,7 @@ def command(arguments: Sequence[str], console: Console) -> int:
             topology: slice, such as v5e:4x4; `jaxslm plan --help` lists them.
             config: the run.
             decode: plan greedy decoding of `rows` sequences of data.sequence-length instead.
-            rows: of --decode, on all devices.
+            rows: of --decode, on all devices; 1 by default.
             largest_batch: also search the most sequences a device that fit one microbatch.
             quick: compile with the least effort: a third of the time, figures within a few per
                 cent.
@@ -78,14 +78,17 @@ def command(arguments: Sequence[str], console: Console) -> int:
     config, topology = chosen["config"], chosen["topology"]
     if chosen["decode"] and chosen["largest_batch"]:
         raise ValueError("--largest-batch is of training: leave --decode out")
-    if chosen["rows"] < 1:
-        raise ValueError(f"--rows must be 1 or more, got {chosen['rows']}")
+    if chosen["rows"] is not None and not chosen["decode"]:
+        raise ValueError("--rows is of --decode: give it, or set --data.batch-size")
+    rows = 1 if chosen["rows"] is None else chosen["rows"]
+    if rows < 1:
+        raise ValueError(f"--rows must be 1 or more, got {rows}")
     most: int | None = None
     ways: list[Way] = []
     with Console(stderr=True).status("compiling") as status:
         if chosen["decode"]:
             plan = plan_decoding(
-                config, topology, batch_size=chosen["rows"],
+                config, topology, batch_size=rows,
                 length=config.data.sequence_length, quick=chosen["quick"],
             )  # fmt: skip
         else:

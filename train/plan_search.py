@@ -1,6 +1,5 @@
 """What would make a run fit, and how much of it would: by trying."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,8 +92,7 @@ def changes(
     microbatches = [
         (f"--accumulation {n}", replace(config, accumulation=n)) for n in _spread(counts)
     ]
-    width = math.gcd(*(leaf.shape[-1] for name, leaf in abstract_parameters(model).items()
-                       if name.endswith("norm.scale")))  # fmt: skip
+    width = abstract_parameters(model)["embedding"].shape[1]
     pieced = [
         (
             f"--mesh.fsdp {n}",

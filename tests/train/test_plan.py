@@ -315,7 +315,9 @@ def test_the_command_says_whether_it_fits_in_words_and_json(capsys, monkeypatch)
     [(["configs/debug.py", "--topology", "v5e:9x9"], "there is no slice 'v5e:9x9'"),
      (["configs/none.py", "--topology", "v5e:2x2"], "there is no config configs/none.py"),
      (["--topology", "v5e:2x2"], "the config comes first"),
-     (["configs/debug.py", "--topology", "v5e:2x2", "--rows", "0"], "--rows must be 1 or more"),
+     (["configs/debug.py", "--topology", "v5e:2x2", "--decode", "--rows", "0"],
+      "--rows must be 1 or more"),
+     (["configs/debug.py", "--topology", "v5e:2x2", "--rows", "2"], "--rows is of --decode"),
      (["configs/debug.py", "--topology", "v5e:2x2", "--decode", "--largest-batch"],
       "--largest-batch is of training")],
 )  # fmt: skip
