@@ -5,13 +5,8 @@ A device mesh and the TPU's compiler want a process of their own.
 
 import importlib.util
 import json
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +22,13 @@ from jaxslm.attention.splash import _Visible, block_size, splash_attention
 from jaxslm.attention.windowed import first_key
 from jaxslm.models import GPTConfig, LumenConfig, RippleConfig, model_name
 from jaxslm.sharding import AXES, BATCH, make_mesh
-from tests.conftest import REPOSITORY
+from tests.children import on_eight_devices, pass_on_eight_devices, run_child
 from tests.jaxslm.support import forward, random_model
 from tests.jaxslm.test_blockwise import (
-    EIGHT,
     NAMES,
     assert_close,
     equations,
     inputs,
-    on_eight_devices,
     output_and_gradients,
 )
 
@@ -356,17 +349,7 @@ def test_models_pass_on_what_their_config_says(config):
 
 
 def test_a_mesh_of_eight_devices():
-    environment = os.environ | {
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {EIGHT}".strip(), "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
-    environment = {name: v for name, v in environment.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-x",
-         "-k", "on_a_mesh", str(Path(__file__))],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\n4 passed", done.stdout), done.stdout
+    pass_on_eight_devices(__file__, "on_a_mesh", 4)
 
 
 @on_eight_devices
@@ -392,27 +375,16 @@ def test_splash_on_a_mesh_is_the_reference(sizes, heads, B):
     assert parts == ("tensor" if sizes[2] == 2 else None)
 
 
-def for_a_tpu(script):
-    """What a script prints last, as JSON; its process compiles for TPUs that are not there."""
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_")} | {
-        "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 COMPILE = """
 import json
 import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxslm.attention import attend
+from jaxslm.libtpu import compile_only
 from jaxslm.sharding import BATCH, make_mesh
 
+compile_only()
 devices = topologies.get_topology_desc("v5e:2x2", "tpu").devices
 
 def compiled(mesh, B, T, heads, slope, **window):
@@ -451,7 +423,7 @@ print(json.dumps({
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which compiles for TPUs, is absent"
 )
 def test_splash_compiles_for_a_tpu_in_memory_linear_in_T():
-    found = for_a_tpu(COMPILE)
+    found = json.loads(run_child("-c", COMPILE).splitlines()[-1])
     assert {program["kernels"] for group in found.values() for program in group} == {3}
     assert [program["gathers"] for program in found["mesh"]] == [0]
     temporaries = {name: [program["temporaries"] for program in found[name]] for name in found}

@@ -4,12 +4,8 @@ JAX makes fake devices only when it starts, so one test runs those of a mesh in 
 own.
 """
 
-import os
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +18,8 @@ from jaxslm.attention import WINDOW_MODES, attend
 from jaxslm.attention.blockwise import block_size, blockwise_attention, kept_weights
 from jaxslm.attention.reference import full_attention
 from jaxslm.sharding import BATCH, make_mesh
-from tests.conftest import REPOSITORY
+from tests.children import on_eight_devices, pass_on_eight_devices
 
-EIGHT = "--xla_force_host_platform_device_count=8"
-on_eight_devices = pytest.mark.skipif(
-    EIGHT not in os.environ.get("XLA_FLAGS", ""),
-    reason="run with eight devices by test_a_mesh_of_eight_devices",
-)
 NAMES = ("o", "dq", "dk", "dv", "dslope")
 # T, (N, K), H, slope: the largest, a tiny one, zero, or those that Ripple starts with
 CASES = [
@@ -271,17 +262,7 @@ def test_blockwise_in_rematerialised_layers_and_batches_of_batches():
 
 
 def test_a_mesh_of_eight_devices():
-    environment = os.environ | {
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {EIGHT}".strip(), "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
-    environment = {name: v for name, v in environment.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-x",
-         "-k", "moves_no_block", str(Path(__file__))],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\n4 passed", done.stdout), done.stdout
+    pass_on_eight_devices(__file__, "moves_no_block", 4)
 
 
 @on_eight_devices

@@ -4,12 +4,6 @@ JAX makes fake devices only when it starts, so the first test runs the others in
 own.
 """
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -18,10 +12,9 @@ from jaxslm import Generator, Sampling
 from jaxslm.models import GPTConfig, LumenConfig, RippleConfig
 from jaxslm.sharding import make_mesh
 from jaxslm.weights import load, save
-from tests.conftest import REPOSITORY
+from tests.children import on_eight_devices, pass_on_eight_devices
 from tests.jaxslm.support import random_model
 
-EIGHT = "--xla_force_host_platform_device_count=8"
 V = 32
 CONFIGS = {
     "lumen": LumenConfig(vocab_size=V, hidden_dim=16, num_layers=2, num_heads=4, num_kv_heads=1,
@@ -32,22 +25,10 @@ CONFIGS = {
 
 
 def test_meshes_of_eight_devices_are_one_device():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT}".strip()
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    environment = {name: v for name, v in environment.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
-    done = subprocess.run(
-        [*command, "-k", "not test_meshes_of_eight", str(Path(__file__))],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\n6 passed", done.stdout), done.stdout
+    pass_on_eight_devices(__file__, "not test_meshes_of_eight", 6)
 
 
-@pytest.mark.skipif(
-    EIGHT not in os.environ.get("XLA_FLAGS", ""),
-    reason="run with eight devices by test_meshes_of_eight_devices_are_one_device",
-)
+@on_eight_devices
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 2, 4)], ids=["2x2x2", "1x2x4"])
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_mesh_gives_the_same_tokens(model, sizes, tmp_path):

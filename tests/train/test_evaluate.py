@@ -3,9 +3,6 @@
 import io
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -18,7 +15,7 @@ from jaxslm import GPTConfig, LumenConfig, RippleConfig
 from jaxslm.safetensors_io import TensorSpec
 from jaxslm.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, load_tokenizer
 from jaxslm.weights import save, write_folder
-from tests.conftest import REPOSITORY
+from tests.children import EIGHT, run_child
 from tests.jaxslm.support import forward, random_arrays, random_model
 from tests.train.runs import VOCABULARY, write_tokens
 from train import evaluate as module
@@ -33,7 +30,6 @@ from train.tokens import TokenWriter, open_tokens
 RIPPLE = RippleConfig(
     vocab_size=VOCABULARY, block_size=8, n_layer=1, n_head=2, n_embd=8, dropout=0.3
 )
-EIGHT = "--xla_force_host_platform_device_count=8"
 
 
 @pytest.fixture
@@ -162,15 +158,11 @@ def test_eight_devices_measure_what_one_does(tmp_path):
         ("lumen", (8, 1, 1)),
         ("ripple", (2, 2, 2)),
     ]
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("PYTEST_")} | {
-        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{EIGHT} --xla_backend_optimization_level=0"
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", ON_MESHES, str(tmp_path), json.dumps(asked)],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300,
+    shown = run_child(
+        "-c", ON_MESHES, str(tmp_path), json.dumps(asked),
+        flags=f"{EIGHT} --xla_backend_optimization_level=0",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for (name, mesh), line in zip(asked, done.stdout.splitlines(), strict=True):
+    for (name, mesh), line in zip(asked, shown.splitlines(), strict=True):
         one = evaluate(tmp_path / name, tmp_path / "val.bin", lengths=(12, 16), batch_size=8)
         for wanted, found in zip(
             one.to_json()["lengths"], json.loads(line)["lengths"], strict=True

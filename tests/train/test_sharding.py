@@ -5,10 +5,7 @@ own.
 """
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.children import on_eight_devices, pass_on_eight_devices
 from tests.convert.subjects import config_of
 from tests.jaxslm.support import random_arrays
 from train.config import DataConfig, MeshConfig, OptimConfig, TrainConfig
@@ -25,11 +22,6 @@ from train.optimizer import build_optimizer
 from train.setup import make_layout
 from train.step import checksum, initial_state, make_step, partition
 
-EIGHT = "--xla_force_host_platform_device_count=8"
-on_eight_devices = pytest.mark.skipif(
-    EIGHT not in os.environ.get("XLA_FLAGS", ""),
-    reason="run with eight devices by test_a_mesh_of_eight_devices_is_one_device",
-)
 A, B, T = 2, 16, 12
 MESHES = {"8x1x1": (8, 1, 1), "1x8x1": (1, 8, 1), "2x2x2": (2, 2, 2), "1x2x4": (1, 2, 4)}
 MODELS = {
@@ -41,17 +33,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": Fal
 
 
 def test_a_mesh_of_eight_devices_is_one_device():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {EIGHT}".strip()
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    environment = {name: v for name, v in environment.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x"]
-    done = subprocess.run(
-        [*command, "-k", "not test_a_mesh_of_eight", str(Path(__file__))],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\n\d\d passed", done.stdout), done.stdout
-    assert "skipped" not in done.stdout
+    pass_on_eight_devices(__file__, "not test_a_mesh_of_eight", 35)
 
 
 def run_of(model: str, sizes: tuple[int, int, int]) -> TrainConfig:
