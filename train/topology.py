@@ -9,6 +9,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxslm.libtpu import compile_only
+from train.hardware import chip
 
 # The sizes in which slices are offered (Google Cloud TPU documentation); larger ones of three
 # dimensions are multiples of four.
@@ -21,11 +22,11 @@ SIZES = {
 
 # What XLA must know of a GPU that it does not see, from NVIDIA's data sheets and the CUDA
 # programming guide: cores, bytes of shared memory of a core and at most of a block, of level 2
-# cache and of memory, bytes a second, GHz, and the compute capability.
+# cache and of memory, GHz, the compute capability and a core's float32 units.
 _GPU = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 108, 167936, 166912, 41943040, 85 * 10**9, 2039e9, 1.41, 8),
-    "h100": ("NVIDIA H100 80GB HBM3", 132, 233472, 232448, 52428800, 85 * 10**9, 3350e9, 1.98, 9),
-    "h200": ("NVIDIA H200", 132, 233472, 232448, 52428800, 151 * 10**9, 4800e9, 1.98, 9),
+    "a100": ("NVIDIA A100-SXM4-80GB", 108, 167936, 166912, 41943040, 85 * 10**9, 1.41, 8, 64),
+    "h100": ("NVIDIA H100 80GB HBM3", 132, 233472, 232448, 52428800, 85 * 10**9, 1.98, 9, 128),
+    "h200": ("NVIDIA H200", 132, 233472, 232448, 52428800, 151 * 10**9, 1.98, 9, 128),
 }
 _GPU_TARGET = """
 gpu_device_info {{
@@ -34,11 +35,11 @@ gpu_device_info {{
   shared_memory_per_block_optin: {3}
   l2_cache_size: {4}
   device_memory_size: {5}
-  memory_bandwidth: {6:.0f}
-  clock_rate_ghz: {7}
-  cuda_compute_capability {{ major: {8} }}
+  memory_bandwidth: {9:.0f}
+  clock_rate_ghz: {6}
+  cuda_compute_capability {{ major: {7} }}
   shared_memory_per_block: 49152
-  fpus_per_core: {9}
+  fpus_per_core: {8}
   threads_per_warp: 32
   threads_per_block_limit: 1024
   threads_per_core_limit: 2048
@@ -82,8 +83,10 @@ def _gpus(generation: str, count: str) -> Sequence[Any]:
     """GPUs of one machine."""
     jax.devices()  # JAX looks for its plugins then
     name, *numbers = _GPU[generation]
-    units = 64 if generation == "a100" else 128
-    target = _GPU_TARGET.format(name, *numbers, units)
+    known = chip(name)
+    if known is None:
+        raise AssertionError(f"no figures for {name}")
+    target = _GPU_TARGET.format(name, *numbers, known.bandwidth)
     return topologies.get_topology_desc(
         name, "cuda", target_config=target, topology=f"1x1x{count}"
     ).devices
