@@ -127,13 +127,20 @@ def make_step(
             (loss, gradient), _ = jax.lax.scan(add, zero, (numbers, inputs_ABT, targets_ABT))
 
         norm = optax.tree.norm(gradient)
-        scale = clip_scale(norm, config.optim.clip)
-        clipped = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradient)
-        updates, optimizer_state = optimizer.update(clipped, state.optimizer, trained)
-        updated = (optax.apply_updates(trained, updates), optimizer_state)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new_params, new_optimizer = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), updated, (trained, state.optimizer)
+        clip = clip_scale(norm, config.optim.clip)
+
+        def apply(carry: Any) -> Any:
+            due, params, optimizer_state = carry
+            scale = jnp.where(due, clip, 0.0)  # of this turn: else the clipped gradient is stored
+            clipped = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradient)
+            updates, optimizer_state = optimizer.update(clipped, optimizer_state, params)
+            return jnp.zeros_like(due), optax.apply_updates(params, updates), optimizer_state
+
+        # One turn or none. A choice between the new and the old would keep both in memory: it took
+        # 4.7 times as long on a CPU for 166M parameters, and 1.3 GB.
+        _, new_params, new_optimizer = jax.lax.while_loop(
+            lambda carry: carry[0], apply, (finite, trained, state.optimizer)
         )
         skipped = state.skipped + jnp.where(finite, 0, 1)
         streak = jnp.where(finite, 0, state.streak + 1)

@@ -1,5 +1,6 @@
 """An update's memory grows with the sequence, not with its square, by the compiler's account."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,3 +55,16 @@ def test_memory_is_linear_in_the_sequence(name, remat):
         data = DataConfig(batch_size=1, sequence_length=length)
         found[length] = temporaries(TrainConfig(out=Path("run"), model=model, data=data))
     assert found[LONGEST] <= 1.1 * LONGEST / 2048 * found[2048], found
+
+
+def test_an_update_keeps_no_second_moments():
+    sizes = {}
+    for width in (256, 512):
+        model = GPTConfig(
+            vocab_size=64, block_size=16, n_layer=2, n_head=4, n_kv_head=4, n_embd=width
+        )
+        data = DataConfig(batch_size=1, sequence_length=16)
+        weights = sum(4 * math.prod(w.shape) for w in abstract_parameters(model).values())
+        sizes[weights] = temporaries(TrainConfig(out=Path("run"), model=model, data=data))
+    (small, less), (large, more) = sizes.items()
+    assert more - less < 2 * (large - small), sizes  # 3: the gradient and both moments again
