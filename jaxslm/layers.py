@@ -40,19 +40,28 @@ def compute_dtype(name: str) -> jnp.dtype:
     return dtype
 
 
-def contract(spec: str, x: jax.Array, w: jax.Array, *, out: DTypeLike | None = None) -> jax.Array:
-    """Einsum of `x` with `w` cast to x's dtype, accumulated in at least float32.
+def contract(
+    spec: str,
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    out: DTypeLike | None = None,
+) -> jax.Array:
+    """Einsum of `x` with `w` cast to x's dtype, and a bias, accumulated in at least float32.
 
-    The backward pass multiplies in x's dtype too and accumulates likewise; the gradient of `w`
-    keeps its float32. Differentiable in reverse only. Named "product" for rematerialisation.
+    The backward pass multiplies in x's dtype too and accumulates likewise; the gradients of `w` and
+    the bias keep their float32. Differentiable in reverse only. Named "product" for
+    rematerialisation.
 
     Args:
         spec: of an einsum in which every letter of a factor stands in the other or the result.
         x: activations, any float dtype.
         w: a parameter, any float dtype.
+        bias: a parameter shaped as the last axes of the result.
         out: dtype of the result; None for x's.
     """
-    y: jax.Array = _contract(spec, x.dtype if out is None else jnp.dtype(out), x, w)
+    y: jax.Array = _contract(spec, x.dtype if out is None else jnp.dtype(out), x, w, bias)
     # Kept as rows: TPUs would pad a last axis of 64, a head's width, to 128.
     return checkpoint_name(y.reshape(*y.shape[:2], -1), "product").reshape(y.shape)
 
@@ -63,32 +72,45 @@ def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _contract(spec: str, out: jnp.dtype, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`contract` with a backward pass of its own, for two reasons.
+def _contract(
+    spec: str, out: jnp.dtype, x: jax.Array, w: jax.Array, bias: jax.Array | None
+) -> jax.Array:
+    """`contract` with a backward pass of its own, for three reasons.
 
     JAX's would multiply the float32 cotangent of a bfloat16 product's sum with bfloat16, which
-    every platform does in float32. And it would make the gradient of `w` from the cotangent times
-    `x`, in which order XLA transposes the cotangent on a CPU: two to five times slower.
+    every platform does in float32. It would make the gradient of `w` from the cotangent times `x`,
+    in which order XLA transposes the cotangent on a CPU: two to five times slower. And it would sum
+    the gradient of the bias in bfloat16.
     """
-    return _product(spec, x, w.astype(x.dtype)).astype(out)
+    y = _product(spec, x, w.astype(x.dtype))
+    if bias is not None:
+        y = y + bias.astype(y.dtype).reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+    return y.astype(out)
 
 
 def _contract_forward(
-    spec: str, out: jnp.dtype, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _contract(spec, out, x, w), (x, w)
+    spec: str, out: jnp.dtype, x: jax.Array, w: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+    return _contract(spec, out, x, w, bias), (x, w, bias)
 
 
 def _contract_backward(
-    spec: str, out: jnp.dtype, saved: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    spec: str,
+    out: jnp.dtype,
+    saved: tuple[jax.Array, jax.Array, jax.Array | None],
+    dy: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     del out
-    x, w = saved
+    x, w, bias = saved
     dy = dy.astype(x.dtype)
     factors, result = spec.split("->")
     of_x, of_w = factors.split(",")
     dx = _product(f"{result},{of_w}->{of_x}", dy, w.astype(x.dtype)).astype(x.dtype)
-    return dx, _product(f"{of_x},{result}->{of_w}", x, dy).astype(w.dtype)
+    dw = _product(f"{of_x},{result}->{of_w}", x, dy).astype(w.dtype)
+    if bias is None:
+        return dx, dw, None
+    axes = tuple(range(dy.ndim - bias.ndim))
+    return dx, dw, dy.sum(axes, dtype=wide(dy.dtype)).astype(bias.dtype)
 
 
 _contract.defvjp(_contract_forward, _contract_backward)

@@ -157,13 +157,10 @@ class Attention(nnx.Module):
         position, its LayerCache with x's.
         """
         config = self.config
-        q_BTNH = contract("btd,dnh->btnh", x_BTD, self.wq[...])
-        k_BTNH = contract("btd,dnh->btnh", x_BTD, self.wk[...])
-        v_BTNH = contract("btd,dnh->btnh", x_BTD, self.wv[...])
-        if config.bias:
-            q_BTNH = q_BTNH + self.bq[...].astype(x_BTD.dtype)[None, None]
-            k_BTNH = k_BTNH + self.bk[...].astype(x_BTD.dtype)[None, None]
-            v_BTNH = v_BTNH + self.bv[...].astype(x_BTD.dtype)[None, None]
+        bq, bk, bv = (self.bq[...], self.bk[...], self.bv[...]) if config.bias else (None,) * 3
+        q_BTNH = contract("btd,dnh->btnh", x_BTD, self.wq[...], bq)
+        k_BTNH = contract("btd,dnh->btnh", x_BTD, self.wk[...], bk)
+        v_BTNH = contract("btd,dnh->btnh", x_BTD, self.wv[...], bv)
         decay_N = self.decay[...].astype(wide(x_BTD.dtype))
         if config.frozen_parameters(x_BTD.shape[1]):
             decay_N = jax.lax.stop_gradient(decay_N)
@@ -199,11 +196,10 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
         """Returns the residual update, [B, T, D] in x's dtype."""
-        h_BT2F = contract("btd,dcf->btcf", x_BTD, self.w_in[...])
-        h_BT2F = h_BT2F + self.b_in[...].astype(x_BTD.dtype)[None, None]
+        h_BT2F = contract("btd,dcf->btcf", x_BTD, self.w_in[...], self.b_in[...])
         h_BTF = h_BT2F[:, :, 0] * jax.nn.silu(h_BT2F[:, :, 1])
-        y_BTD = contract("btf,fd->btd", h_BTF, self.w_out[...])
-        return dropout(y_BTD + self.b_out[...].astype(x_BTD.dtype)[None, None], self.dropout, key)
+        y_BTD = contract("btf,fd->btd", h_BTF, self.w_out[...], self.b_out[...])
+        return dropout(y_BTD, self.dropout, key)
 
 
 class Block(nnx.Module):
@@ -288,9 +284,10 @@ class Ripple(nnx.Module):
         config = self.config
         check_tokens(tokens_BT, config.context, "block_size")
         dtype = compute_dtype(config.dtype)
-        x_BTD = constrain(embed(self.embedding[...], tokens_BT, dtype), BATCH, None, None)
+        x_BTD = embed(self.embedding[...], tokens_BT, wide(dtype))
         if config.use_absolute_pos_emb:
-            x_BTD = x_BTD + self.position_embedding[: x_BTD.shape[1]].astype(dtype)[None]
+            x_BTD = x_BTD + self.position_embedding[: x_BTD.shape[1]].astype(x_BTD.dtype)[None]
+        x_BTD = constrain(x_BTD.astype(dtype), BATCH, None, None)
 
         def layer(block: Block, number: Any, x_BTD: jax.Array) -> tuple[jax.Array, Any]:
             layer_key = None if key is None else jax.random.fold_in(key, number)
@@ -318,9 +315,11 @@ class Ripple(nnx.Module):
             tokens.
         """
         dtype = compute_dtype(self.config.dtype)
-        x_B1D = constrain(embed(self.embedding[...], tokens_B[:, None], dtype), BATCH, None, None)
+        x_B1D = embed(self.embedding[...], tokens_B[:, None], wide(dtype))
         if self.config.use_absolute_pos_emb:
-            x_B1D = x_B1D + embed(self.position_embedding[...], cache.position_B[:, None], dtype)
+            positions_B1 = cache.position_B[:, None]
+            x_B1D = x_B1D + embed(self.position_embedding[...], positions_B1, x_B1D.dtype)
+        x_B1D = constrain(x_B1D.astype(dtype), BATCH, None, None)
         layers = []
         for block, past in zip(unstacked(self.blocks), cache, strict=True):
             _, x_B1D, layer = block(x_B1D, None, past)

@@ -95,6 +95,18 @@ def test_contract_has_the_gradients_of_the_einsum(spec):
         assert error <= limit * abs(expected).max()
 
 
+def test_contract_adds_the_bias_and_sums_its_gradient_in_float32():
+    rng = np.random.default_rng(0)
+    x, w = jnp.ones((1, 4096, 1), jnp.bfloat16), jnp.ones((1, 2, 3), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal((2, 3)), jnp.float32)
+    y, pull = jax.vjp(lambda b: contract("btd,dcf->btcf", x, w, b, out=jnp.float32), bias)
+    np.testing.assert_array_equal(y, jnp.broadcast_to(1 + bias, y.shape))
+    dy = jnp.asarray(rng.standard_normal(y.shape), jnp.bfloat16).astype(jnp.float32)
+    (gradient,) = pull(dy)
+    expected = np.asarray(dy, np.float64).sum((0, 1))
+    np.testing.assert_allclose(gradient, expected, atol=1e-6 * np.abs(dy).sum(1).max())
+
+
 @pytest.mark.parametrize("eps", [1e-6, 0.1])
 @pytest.mark.parametrize("name", NORMS)
 def test_norm_matches_numpy_float64(name, eps):

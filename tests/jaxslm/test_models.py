@@ -245,3 +245,6 @@ def test_bfloat16_training_multiplies_bfloat16_and_accumulates_in_float32(config
         factors, result = line.rsplit(" : ", 1)[1].split(" -> ")
         assert factors.count("xbf16>") == 2, line
         assert result.endswith("xf32>"), line
+    sums = [line for line in text.splitlines() if "applies stablehlo.add" in line]
+    assert len(sums) > 5
+    assert [line for line in sums if "bf16" in line] == []
