@@ -38,7 +38,10 @@ def main() -> None:
     if unknown := set(chosen) - parts.keys():
         sys.exit(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     ROOM.mkdir(exist_ok=True)
-    rows = [row for name in chosen for row in parts[name]()]
+    rows = []
+    for row in (row for name in chosen for row in parts[name]()):
+        print(f"{row['what']}: {row['torch']}; jaxslm: {row['jaxslm']}", flush=True)
+        rows.append(row)
     table = Table(
         title=f"{os.cpu_count()} cores, {platform.machine()}; medians of alternating runs"
     )
