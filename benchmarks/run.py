@@ -1,6 +1,6 @@
 """`make bench`: side by side with torch in one session, as a table and bench-out/results.json.
 
-python -m benchmarks.run [forward] [conversion] [update] [training] [generation]
+python -m benchmarks.run [update] [conversion] [training] [generation]
 """
 
 import json
@@ -21,16 +21,14 @@ ROOM = Path("bench-out")
 def main() -> None:
     """Runs the parts named on the command line, all by default."""
     from benchmarks.conversion import conversion
-    from benchmarks.forward import forward
     from benchmarks.generation import generation
     from benchmarks.training import training
     from benchmarks.update import update
 
     quiet_without_tpu()
     parts = {
-        "forward": forward,
-        "conversion": lambda: conversion(ROOM),
         "update": lambda: update(ROOM),
+        "conversion": lambda: conversion(ROOM),
         "training": lambda: training(ROOM),
         "generation": lambda: generation(ROOM),
     }
