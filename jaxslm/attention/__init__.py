@@ -51,8 +51,9 @@ def attend(
             (TPU) and "cudnn" (NVIDIA GPU) are the accelerators' kernels, without dropout, the
             latter without chunked windows too. "auto" is, from BLOCKWISE_FROM positions on, the
             kernel in bfloat16 where it can serve, else blockwise; for what platform the mesh in
-            force (`jax.set_mesh`) says, or without one the default device. A program for several
-            devices takes a kernel only under the mesh.
+            force (`jax.set_mesh`) says, or without one the default device. A host of several TPUs
+            has splash from "auto" only under a mesh (it may have one device): the compiler cannot
+            split the kernel, and whether arrays lie on several devices is not to be seen here.
 
     Returns:
         o_BTNH in q's dtype.
@@ -106,6 +107,8 @@ def _serving(backend: str, q_BTNH: jax.Array, **call: bool) -> str:
     if q_BTNH.shape[1] < BLOCKWISE_FROM:
         return "reference"
     able = [kernel for kernel in KERNELS if _obstacle(kernel, q_BTNH, **call) is None]
+    if "splash" in able and jax.sharding.get_abstract_mesh().empty and jax.local_device_count() > 1:
+        able.remove("splash")
     return able[0] if able and q_BTNH.dtype == jnp.bfloat16 else "blockwise"
 
 

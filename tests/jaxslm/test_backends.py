@@ -332,6 +332,17 @@ def test_auto_looks_at_the_default_device_where_there_is_no_mesh(served, monkeyp
             assert served() == "blockwise"
 
 
+def test_auto_takes_splash_among_several_tpus_under_a_mesh_only(served, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [KINDS["tpu"]] * 4)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    assert served() == "blockwise"
+    assert served(backend="splash") == "splash"
+    with on(KINDS["tpu"]):
+        assert served() == "splash"
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [KINDS["gpu"]] * 4)
+    assert served() == "cudnn"
+
+
 @pytest.mark.parametrize(
     "config",
     [
