@@ -234,7 +234,8 @@ def lower_decoding(
     pieces = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % pieces:
         raise ValueError(
-            f"a batch of {batch_size} rows cannot be split over {pieces} devices: take a multiple"
+            f"{batch_size} row(s) cannot be split over the {pieces} devices of data x fsdp: take a "
+            f"multiple of {pieces} rows"
         )
 
     def rules() -> Rules:

@@ -5,6 +5,7 @@ float32, or float64 when that is the compute dtype.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,9 @@ def contract(
     """
     y: jax.Array = _contract(spec, x.dtype if out is None else jnp.dtype(out), x, w, bias)
     # Kept as rows: TPUs would pad a last axis of 64, a head's width, to 128.
-    return checkpoint_name(y.reshape(*y.shape[:2], -1), "product").reshape(y.shape)
+    return checkpoint_name(y.reshape(*y.shape[:2], math.prod(y.shape[2:])), "product").reshape(
+        y.shape
+    )
 
 
 def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:

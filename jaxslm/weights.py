@@ -212,7 +212,10 @@ def _read_config(path: Path) -> Config:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != "jaxslm":
-        raise ValueError(f"{path} is not ours: convert the checkpoint first (jaxslm convert)")
+        raise ValueError(
+            f"{path} is no model's: `jaxslm convert` makes a model folder of a torch checkpoint, "
+            "`jaxslm export` of a training run"
+        )
     if content.get("format_version") not in range(1, FORMAT_VERSION + 1):
         raise ValueError(
             f"{path} has format_version {content.get('format_version')!r}; "

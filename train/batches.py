@@ -60,7 +60,8 @@ class Batches:
         if tokens.vocab_size is not None and tokens.vocab_size > vocab_size:
             raise ValueError(
                 f"the data has a vocabulary of {tokens.vocab_size:,}, the model's vocab_size is "
-                f"{vocab_size:,}: make the model's as large, or prepare the data with its tokenizer"
+                f"{vocab_size:,}: set --model.vocab-size {tokens.vocab_size}, or prepare the "
+                "data with the model's tokenizer"
             )
         self.tokens = tokens
         self.batch_size = batch_size

@@ -91,8 +91,12 @@ def _failed(words: str, status: int) -> int:
     return status
 
 
-def load_config(path: Path) -> TrainConfig:
+def load_config(path: Path, usage: str = USAGE) -> TrainConfig:
     """The config of a run's folder, or that which a config file, which is run, calls `config`.
+
+    Args:
+        path: the folder or file.
+        usage: of the command, for its errors.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -102,11 +106,11 @@ def load_config(path: Path) -> TrainConfig:
         return replace(read_config(path), out=path, cluster=ClusterConfig())
     if not path.is_file():
         near = difflib.get_close_matches(str(path), map(str, _configs()), n=1)
-        hint = f": did you mean {near[0]}?" if near else f"; {USAGE}"
+        hint = f": did you mean {near[0]}?" if near else f"; {usage}"
         raise FileNotFoundError(f"there is no config {path}{hint}")
     spec = importlib.util.spec_from_file_location("jaxslm_config", path)
     if path.suffix != ".py" or spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file; {USAGE}")
+        raise ValueError(f"{path} is no Python file; {usage}")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -8,6 +8,7 @@ from jaxslm.models import Config, RippleConfig
 from jaxslm.weights import abstract_parameters
 
 GIB = 2**30
+GPU_SHARE = 0.75  # of a GPU's memory, that JAX takes unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Chip:
         links: bytes a second that all its links to other chips carry in one direction (PCIe's, of
             GPUs without NVLink).
         capacity: bytes of memory that a program may use: on TPUs by their compiler's account, on
-            GPUs the three quarters that JAX takes unless told otherwise.
+            GPUs GPU_SHARE of what CUDA reports.
     """
 
     kind: str
@@ -35,6 +36,11 @@ class Chip:
     def flops_in(self, dtype: str) -> float:
         """FLOP/s in a compute dtype."""
         return self.flops if dtype == "bfloat16" else self.flops_float32
+
+
+def _share(memory: float) -> int:
+    """The part of a GPU's memory that JAX takes."""
+    return int(GPU_SHARE * memory)
 
 
 # Sources: Google Cloud TPU system architecture pages (an interconnect's "bidirectional" halved);
@@ -53,15 +59,15 @@ CHIPS = (
     Chip("TPU v5", *_TPUS["v5p"]),
     Chip("TPU v6 lite", *_TPUS["v6e"]),
     Chip("TPU v6e", *_TPUS["v6e"]),
-    Chip("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12, 1555e9, 300e9, 30 * 10**9),
-    Chip("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12, 1555e9, 32e9, 30 * 10**9),
-    Chip("NVIDIA A100 80GB PCIe", 312e12, 19.5e12, 1935e9, 32e9, 60 * 10**9),
-    Chip("NVIDIA A100", 312e12, 19.5e12, 2039e9, 300e9, 60 * 10**9),
-    Chip("NVIDIA H100 PCIe", 756e12, 51e12, 2000e9, 64e9, 60 * 10**9),
-    Chip("NVIDIA H100 NVL", 835e12, 60e12, 3900e9, 300e9, 70 * 10**9),
-    Chip("NVIDIA H100", 989e12, 67e12, 3350e9, 450e9, 60 * 10**9),
-    Chip("NVIDIA H200 NVL", 836e12, 60e12, 4800e9, 450e9, 105 * 10**9),
-    Chip("NVIDIA H200", 989e12, 67e12, 4800e9, 450e9, 105 * 10**9),
+    Chip("NVIDIA A100-SXM4-40GB", 312e12, 19.5e12, 1555e9, 300e9, _share(42e9)),
+    Chip("NVIDIA A100-PCIE-40GB", 312e12, 19.5e12, 1555e9, 32e9, _share(42e9)),
+    Chip("NVIDIA A100 80GB PCIe", 312e12, 19.5e12, 1935e9, 32e9, _share(85e9)),
+    Chip("NVIDIA A100", 312e12, 19.5e12, 2039e9, 300e9, _share(85e9)),
+    Chip("NVIDIA H100 PCIe", 756e12, 51e12, 2000e9, 64e9, _share(85e9)),
+    Chip("NVIDIA H100 NVL", 835e12, 60e12, 3900e9, 300e9, _share(100e9)),
+    Chip("NVIDIA H100", 989e12, 67e12, 3350e9, 450e9, _share(85e9)),
+    Chip("NVIDIA H200 NVL", 836e12, 60e12, 4800e9, 450e9, _share(150e9)),
+    Chip("NVIDIA H200", 989e12, 67e12, 4800e9, 450e9, _share(150e9)),
 )
 
 

@@ -93,6 +93,7 @@ class Plan:
         refusal: its words then.
         collectives: by kind; none where it refused.
         flops: of the model in a step, on all devices, without what is recomputed.
+        recomputed: FLOPs beside them.
         roofline: None where it refused.
         compile_seconds: on this machine.
     """
@@ -105,6 +106,7 @@ class Plan:
     refusal: str | None
     collectives: tuple[Collective, ...]
     flops: float
+    recomputed: float
     roofline: Roofline | None
     compile_seconds: float
 
@@ -167,20 +169,25 @@ def plan_training(config: TrainConfig, topology: str, *, quick: bool = False) ->
     )
     return _compiled(
         lowered, traffic, topology, layout.mesh, tokens=tokens, flops=flops, quick=quick,
-        executed=flops + again * tokens, dtype=model.dtype, held=held,
+        recomputed=again * tokens, dtype=model.dtype, held=held,
     )  # fmt: skip
 
 
 def plan_decoding(
-    config: TrainConfig, topology: str, *, batch_size: int, length: int, quick: bool = False
+    config: TrainConfig,
+    topology: str,
+    *,
+    length: int,
+    batch_size: int | None = None,
+    quick: bool = False,
 ) -> Plan:
     """Compiles the decoding program of a run's model for a slice; a step is a token of each row.
 
     Args:
         config: the run's: its model and mesh count.
         topology: such as "v5e:1x1".
-        batch_size: rows, on all devices.
         length: positions that the cache holds.
+        batch_size: rows, on all devices; None for one a device of data x fsdp.
         quick: compile with the least effort.
 
     Raises:
@@ -189,12 +196,14 @@ def plan_decoding(
     """
     sizes = config.mesh
     mesh = make_mesh(sizes.data, sizes.fsdp, sizes.tensor, devices_of(topology))
+    pieces = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = pieces if batch_size is None else batch_size
     slots = most_slots(config.model, length)
-    lowered = lower_decoding(config.model, mesh, batch_size=batch_size, slots=slots)
-    flops = forward_flops(config.model, slots) * batch_size
+    lowered = lower_decoding(config.model, mesh, batch_size=rows, slots=slots)
+    flops = forward_flops(config.model, slots) * rows
     return _compiled(
         lowered, lambda account: account.argument_size_in_bytes, topology, mesh,
-        tokens=batch_size, flops=flops, executed=flops, dtype=config.model.dtype, quick=quick,
+        tokens=rows, flops=flops, recomputed=0.0, dtype=config.model.dtype, quick=quick,
     )  # fmt: skip
 
 
@@ -222,7 +231,7 @@ def _compiled(
     *,
     tokens: int,
     flops: float,
-    executed: float,
+    recomputed: float,
     dtype: str,
     quick: bool,
     held: int | None = None,
@@ -230,7 +239,7 @@ def _compiled(
     """The plan of a program.
 
     `traffic` gives, from the compiler's account, the bytes that must pass through a device's
-    memory; `executed` are the FLOPs with what is recomputed; `held` is what the arguments take.
+    memory; `held` is what the arguments take.
     """
     found = chip(mesh.devices.flat[0].device_kind)
     if found is None:
@@ -257,14 +266,14 @@ def _compiled(
         )
         exchanged = collectives(compiled.as_text() or "", mesh.size)
         roofline = Roofline(
-            compute=executed / (mesh.size * found.flops_in(dtype)),
+            compute=(flops + recomputed) / (mesh.size * found.flops_in(dtype)),
             memory=traffic(account) / found.bandwidth,
             communication=sum(each.bytes for each in exchanged) / found.links,
         )
     return Plan(
         topology=topology, chip=found, mesh=dict(mesh.shape), tokens=tokens, memory=memory,
-        refusal=refusal, collectives=exchanged, flops=flops, roofline=roofline,
-        compile_seconds=seconds,
+        refusal=refusal, collectives=exchanged, flops=flops, recomputed=recomputed,
+        roofline=roofline, compile_seconds=seconds,
     )  # fmt: skip
 
 

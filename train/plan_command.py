@@ -1,7 +1,9 @@
 """`jaxslm plan`: a run's config and a slice of TPUs or GPUs, and whether they go together."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +14,8 @@ from rich.console import Console
 from jaxslm.models import model_name
 from train.command import load_config
 from train.config import TrainConfig
-from train.hardware import GIB
 from train.plan import Plan, plan_decoding, plan_training
-from train.plan_search import Way, largest_batch, ways_to_fit
+from train.plan_search import Progress, Way, largest_batch, ways_to_fit
 from train.topology import SIZES
 
 USAGE = "usage: jaxslm plan CONFIG.py --topology v5e:4x4 [--FIELD VALUE ...]   (or a run's folder)"
@@ -46,7 +47,7 @@ def command(arguments: Sequence[str], console: Console) -> int:
     if arguments[0].startswith("-"):
         raise ValueError(f"the config comes first: {USAGE}")
     path = Path(arguments[0])
-    loaded = load_config(path)
+    loaded = load_config(path, USAGE)
 
     def options(
         topology: str,
@@ -63,10 +64,9 @@ def command(arguments: Sequence[str], console: Console) -> int:
             topology: slice, such as v5e:4x4; `jaxslm plan --help` lists them.
             config: the run.
             decode: plan greedy decoding of `rows` sequences of data.sequence-length instead.
-            rows: of --decode, on all devices; 1 by default.
+            rows: of --decode, on all devices; by default one for each of data x fsdp.
             largest_batch: also search the most sequences a device that fit one microbatch.
-            quick: compile with the least effort: a third of the time, figures within a few per
-                cent.
+            quick: compile with the least effort: a third of the time; less exact.
             json: print JSON.
         """
         return locals()
@@ -80,28 +80,42 @@ def command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError("--largest-batch is of training: leave --decode out")
     if chosen["rows"] is not None and not chosen["decode"]:
         raise ValueError("--rows is of --decode: give it, or set --data.batch-size")
-    rows = 1 if chosen["rows"] is None else chosen["rows"]
-    if rows < 1:
-        raise ValueError(f"--rows must be 1 or more, got {rows}")
-    most: int | None = None
-    ways: list[Way] = []
-    with Console(stderr=True).status("compiling") as status:
+    if chosen["rows"] is not None and chosen["rows"] < 1:
+        raise ValueError(f"--rows must be 1 or more, got {chosen['rows']}")
+    quick: bool = chosen["quick"]
+    with _progress() as progress:
+        progress("compiling")
         if chosen["decode"]:
             plan = plan_decoding(
-                config, topology, batch_size=rows,
-                length=config.data.sequence_length, quick=chosen["quick"],
+                config, topology, batch_size=chosen["rows"],
+                length=config.data.sequence_length, quick=quick,
             )  # fmt: skip
         else:
-            plan = plan_training(config, topology, quick=chosen["quick"])
-            if not plan.fits:
-                ways = ways_to_fit(config, topology, status.update)
-            if chosen["largest_batch"]:
-                most = largest_batch(config, topology, status.update)
+            plan = plan_training(config, topology, quick=quick)
+    if not chosen["json"]:
+        print_plan(config, plan, console, decode=chosen["decode"], quick=quick)
+    ways, most = [], None
+    with _progress() as progress:
+        if not plan.fits and not chosen["decode"]:
+            ways = ways_to_fit(config, topology, progress)
+        if chosen["largest_batch"]:
+            most = largest_batch(config, topology, progress)
     if chosen["json"]:
         print(json.dumps(to_json(config, plan, ways, most), indent=2))
     else:
-        print_plan(config, plan, ways, most, console, decode=chosen["decode"])
+        print_searches(config, ways, most, console)
     return 0 if plan.fits else 1
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Tells what is being done: in place on a terminal, else a line each to stderr."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda words: print(f"jaxslm: {words}", file=sys.stderr)
+        return
+    with console.status("") as status:
+        yield status.update
 
 
 def to_json(
@@ -135,15 +149,9 @@ def to_json(
 
 
 def print_plan(
-    config: TrainConfig,
-    plan: Plan,
-    ways: Sequence[Way],
-    most: int | None,
-    console: Console,
-    *,
-    decode: bool = False,
+    config: TrainConfig, plan: Plan, console: Console, *, decode: bool, quick: bool
 ) -> None:
-    """The same in words."""
+    """A plan in words."""
     model, data = config.model, config.data
     mesh = " x ".join(f"{name} {size}" for name, size in plan.mesh.items())
     console.print(f"{plan.topology}: {plan.devices} x {plan.chip.kind}, mesh {mesh}")
@@ -161,16 +169,26 @@ def print_plan(
                       "GPU, is compiled there only; it holds less and is faster")  # fmt: skip
     _print_memory(plan, console)
     _print_time(config, plan, console, decode=decode)
-    console.print(f"\ncompiled in {plan.compile_seconds:.1f} s")
+    how = ", with the least effort (--quick)" if quick else ""
+    console.print(f"\ncompiled in {plan.compile_seconds:.1f} s{how}")
+
+
+def print_searches(
+    config: TrainConfig, ways: Sequence[Way], most: int | None, console: Console
+) -> None:
+    """What was found by trying, in words."""
     if ways:
-        console.print("\nwhat would make it fit:")
+        console.print("\nwhat would make it fit, by itself, compiled with the least effort:")
     for way in ways:
-        size = "" if way.plan.memory is None else f"{way.plan.memory.total / GIB:.2f} GiB"
-        words = way.options or ("nothing that was tried" if way.kind == "all" else "not by itself")
-        console.print(f"  {way.kind:14}{words}{f'  ({size})' if size else ''}")
+        memory = way.plan.memory
+        size = "the compiler refuses it" if memory is None else f"{memory.total / 2**20:,.0f} MiB"
+        fits = "  " if way.plan.fits else "no"
+        kind = "all together" if way.kind == "all" else way.kind
+        console.print(f"  {kind:14}{fits} {way.options}  ({size})")
     if most is not None:
-        console.print(f"\nmost sequences of {data.sequence_length:,} that fit a device in one "
-                      f"microbatch: {most}")  # fmt: skip
+        length = config.data.sequence_length
+        console.print(f"\nmost sequences of {length:,} that fit a device in one microbatch, "
+                      f"compiled with the least effort: {most}")  # fmt: skip
 
 
 def _print_memory(plan: Plan, console: Console) -> None:
@@ -179,39 +197,48 @@ def _print_memory(plan: Plan, console: Console) -> None:
     if memory is None:
         console.print(f"\ndoes not fit: {plan.refusal}")
         return
-    console.print("\nmemory of each device, GiB")
-    for name in ("arguments", "temporaries", "outputs", "code", "total"):
-        console.print(f"  {name:14}{getattr(memory, name) / GIB:8.2f}")
-    fits = "fits" if plan.fits else "DOES NOT FIT"
-    console.print(f"  {'capacity':14}{memory.capacity / GIB:8.2f}  {fits}")
+    console.print("\nmemory of each device, MiB")
+    for name in ("arguments", "temporaries", "outputs", "code", "total", "capacity"):
+        console.print(f"  {name:14}{getattr(memory, name) / 2**20:11,.1f}")
+    console.print("  it fits" if plan.fits else "  it DOES NOT FIT")
 
 
 def _print_time(config: TrainConfig, plan: Plan, console: Console, *, decode: bool) -> None:
     """What is exchanged, and the bounds with their formulas."""
-    roofline, chip, step = plan.roofline, plan.chip, "token" if decode else "update"
+    roofline, chip = plan.roofline, plan.chip
+    step = "token of each row" if decode else "update"
     if roofline is None:
         return
     if plan.devices > 1:
         console.print(f"\neach device sends, per {step}")
         for each in plan.collectives:
-            console.print(f"  {each.kind:20}{each.count:6}{each.bytes / 1e9:10.3f} GB")
+            console.print(f"  {each.kind:20}{each.count:6}{scaled(each.bytes, 'B'):>12}")
         if not plan.collectives:
             console.print("  nothing")
+    rate = scaled(chip.flops_in(config.model.dtype), "FLOP/s")
+    flops = f"{scaled(plan.flops, 'FLOP')} of the model"
+    if plan.recomputed:
+        flops += f" and {scaled(plan.recomputed, 'FLOP')} recomputed"
     through = "weights and cache once" if decode else (
         "arguments and results once, weights twice a microbatch"
     )  # fmt: skip
-    rate = chip.flops_in(config.model.dtype) / 1e12
-    console.print(f"\nseconds per {step} at the published peaks (no program is faster)")
+    rows = [
+        ("compute", f"{flops}, on {plan.devices} x {rate}"),
+        ("memory", f"{through}, at {scaled(chip.bandwidth, 'B/s')}"),
+        ("communication", f"what is sent, at {scaled(chip.links, 'B/s')} over all links"),
+    ]
+    console.print(f"\ntime per {step} at the published peaks (no program is faster)")
+    for name, words in rows if plan.devices > 1 else rows[:2]:
+        console.print(f"  {name:14}{scaled(getattr(roofline, name), 's'):>10}  {words}")
     console.print(
-        f"  compute       {roofline.compute:10.5f}  {plan.flops / 1e12:,.2f} TFLOP of the model, "
-        f"and what is recomputed, on {plan.devices} x {rate:g} TFLOP/s"
+        f"  {'at least':14}{scaled(roofline.seconds, 's'):>10}  bound by {roofline.bound_by}: at "
+        f"most {plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%} of the bfloat16 peak"
     )
-    console.print(f"  memory        {roofline.memory:10.5f}  {through}, at "
-                  f"{chip.bandwidth / 1e9:g} GB/s")  # fmt: skip
-    if plan.devices > 1:
-        console.print(f"  communication {roofline.communication:10.5f}  what is sent, at "
-                      f"{chip.links / 1e9:g} GB/s over all links")  # fmt: skip
-    console.print(
-        f"  at least      {roofline.seconds:10.5f}  bound by {roofline.bound_by}: at most "
-        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%} of the bfloat16 peak"
-    )
+
+
+def scaled(value: float, unit: str) -> str:
+    """A number that is not negative, to three digits, with the unit's prefix."""
+    for power, prefix in zip(range(18, -12, -3), (*"EPTGMk", "", *"mun"), strict=True):
+        if value >= 0.9995 * 10.0**power:
+            return f"{value / 10.0**power:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"

@@ -15,12 +15,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Way:
-    """A change of the config that was tried.
+    """A change of the config that was tried: the mildest of its kind that fits, or the strongest.
 
     Attributes:
-        options: as the command line takes it; empty if nothing of its kind makes the run fit.
+        options: as the command line takes it.
         kind: what is changed: "remat", "accumulation", "mesh", "loss chunks", "batch" or "all".
-        plan: of the change, or of the strongest of its kind.
+        plan: with the change.
     """
 
     options: str
@@ -54,19 +54,19 @@ def ways_to_fit(config: TrainConfig, topology: str, progress: Progress) -> list[
             continue
         last = tried(steps[-1])
         if not last.fits:
-            found.append(Way("", kind, last))
+            found.append(Way(steps[-1][0], kind, last))
             continue
         plans = ((step, tried(step)) for step in steps[:-1])
         step, plan = next(((s, p) for s, p in plans if p.fits), (steps[-1], last))
         found.append(Way(step[0], kind, plan))
-    if not any(way.options for way in found):
+    if not any(way.plan.fits for way in found):
         options, both = [], config
         for kind in kinds:
             if kind != "batch" and (steps := changes(both, devices_of(topology))[kind]):
                 options.append(steps[-1][0])
                 both = steps[-1][1]
-        plan = tried((" ".join(options), both))
-        found.append(Way(" ".join(options) if plan.fits else "", "all", plan))
+        words = " ".join(options)
+        found.append(Way(words, "all", tried((words, both))))
     return found
 
 
@@ -93,9 +93,10 @@ def changes(
         (f"--accumulation {n}", replace(config, accumulation=n)) for n in _spread(counts)
     ]
     width = abstract_parameters(model)["embedding"].shape[1]
+    data = "" if config.mesh.data == -1 else "--mesh.data -1 "
     pieced = [
         (
-            f"--mesh.fsdp {n}",
+            f"{data}--mesh.fsdp {n}",
             replace(config, mesh=replace(config.mesh, data=-1, fsdp=n)),
         )
         for n in range(mesh["fsdp"] + 1, count // mesh["tensor"] + 1)
@@ -107,15 +108,20 @@ def changes(
         (f"--loss-chunk {n}", replace(config, loss_chunk=n)) for n in (512, 256, 128) if n < chunk
     ]
     unit = pieces * config.accumulation
+    units = batch // unit  # a quarter less, and then half as many, and so on
     smaller = [
         (f"--data.batch-size {n}", replace(config, data=replace(config.data, batch_size=n)))
-        for n in sorted({batch >> k for k in range(1, 12)} - {0}, reverse=True)
-        if n % unit == 0
+        for n in sorted({unit * n for n in (3 * units // 4, *_halves(units)) if n}, reverse=True)
     ]
     return {
         "remat": rematted, "accumulation": microbatches, "mesh": pieced, "loss chunks": chunks,
         "batch": smaller,
     }  # fmt: skip
+
+
+def _halves(count: int) -> list[int]:
+    """Half of it, a quarter and so on, down to 1."""
+    return [count >> k for k in range(1, count.bit_length())]
 
 
 def _spread(counts: list[int]) -> list[int]:

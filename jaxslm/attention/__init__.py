@@ -13,7 +13,7 @@ from jaxslm.sharding import AXES
 BACKENDS = ("auto", "reference", "blockwise", "splash", "cudnn")
 BLOCKWISE_FROM = 256  # positions from which it was measured to be faster, forward and backward
 # An accelerator's kernel: where it runs, and in which dtypes.
-KERNELS = {"splash": ("TPU", ("bfloat16", "float32")), "cudnn": ("NVIDIA GPU", ("bfloat16",))}
+KERNELS = {"splash": ("a TPU", ("bfloat16", "float32")), "cudnn": ("an NVIDIA GPU", ("bfloat16",))}
 WINDOW_MODES = ("chunked", "exact")
 
 
@@ -123,7 +123,7 @@ def _obstacle(
         device = jax.local_devices(backend=device)[0]
     nvidia = device.platform == "gpu" and "NVIDIA" in device.device_kind  # AMD's are "gpu" too
     if not (nvidia if kernel == "cudnn" else device.platform == "tpu"):
-        return f"it needs a {hardware}, and the program is for {device.device_kind}"
+        return f"it needs {hardware}, and the program is for {device.device_kind}"
     if not mesh.empty and not set(AXES) <= set(mesh.axis_names):
         return f"the mesh in force has axes {mesh.axis_names}, it knows {AXES}"
     if q_BTNH.dtype.name not in dtypes:

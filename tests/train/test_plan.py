@@ -1,6 +1,7 @@
 """Plans of runs, by the TPU compiler itself where it is installed."""
 
 import json
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from train.collectives import Collective, collectives
 from train.config import DataConfig, MeshConfig, TrainConfig
 from train.hardware import CHIPS, chip, flops_per_token
 from train.plan import Memory, Plan, plan_decoding, plan_training, without_cudnn
+from train.plan_command import scaled
 from train.plan_search import changes, largest_batch, most, ways_to_fit
 from train.topology import devices_of
 
@@ -81,8 +83,9 @@ def test_recomputation_and_dtype_move_the_bound():
         assert times["none"] == pytest.approx(plan.flops / (4 * 197e12)) or remat == "full"
     factors = sum(leaf.size for name, leaf in abstract_parameters(SMALL).items()
                   if ".w" in name or name == "embedding")  # fmt: skip
-    again = 2 * factors * 16 * 256 / (4 * 197e12)  # the layers' and the head's forward products
-    assert times["full"] == pytest.approx(times["none"] + again)
+    again = 2 * factors * 16 * 256  # the layers' and the head's forward products
+    assert plan.recomputed == again
+    assert times["full"] == pytest.approx(times["none"] + again / (4 * 197e12))
 
 
 def faked(limit: int):
@@ -94,7 +97,7 @@ def faked(limit: int):
         rows = run.data.batch_size // run.accumulation // parts
         total = rows * {"none": 4, "dots": 2, "full": 1}[run.model.remat]
         memory = Memory(total, 0, 0, 0, limit)
-        return Plan(topology, CHIPS[0], {"data": parts}, 1, memory, None, (), 1.0, None, 0.0)
+        return Plan(topology, CHIPS[0], {"data": parts}, 1, memory, None, (), 1.0, 0.0, None, 0.0)
 
     return plan
 
@@ -120,8 +123,8 @@ def test_each_kind_of_change_is_tried_by_itself_and_all_together_if_none_serves(
     run = config(data=DataConfig(batch_size=64, sequence_length=256), loss_chunk=128)
     tried: list[str] = []
     ways = ways_to_fit(run, "v5e:2x2", tried.append)
-    assert {way.kind: way.options for way in ways} == expected
-    assert all(way.plan.fits == bool(way.options) for way in ways)
+    assert {way.kind: way.options if way.plan.fits else "" for way in ways} == expected
+    assert all(way.options for way in ways)
     assert len(tried) == len(set(tried))
 
 
@@ -150,7 +153,10 @@ def test_decoding_reads_weights_and_cache_once_a_token():
     assert plan.roofline.memory == plan.memory.arguments / 819e9
     kinds = {each.kind for each in plan.collectives}
     assert "all-reduce" in kinds  # of each layer's heads and mlp
-    with pytest.raises(ValueError, match="3 rows cannot be split over 4 devices"):
+    assert plan_decoding(config(), "v5e:2x2", length=256, quick=True).tokens == 4
+    with pytest.raises(
+        ValueError, match=r"3 row\(s\) cannot be split over the 4 devices of data x fsdp"
+    ):
         plan_decoding(config(), "v5e:2x2", batch_size=3, length=256)
 
 
@@ -193,10 +199,17 @@ def test_cudnn_cannot_be_planned():
 
 
 @pytest.mark.parametrize(
-    "topology", ["v5e", "v5e:3x3", "h100:3", "v9:2x2", "v5p:2x2", "v5p:4x4x6", "", "v5e:"]
-)
-def test_other_slices_are_refused_with_those_that_there_are(topology):
-    with pytest.raises(ValueError, match="there is no slice .*v5e: 1x1, 2x2, 2x4"):
+    ("topology", "words"),
+    [
+        *((wrong, "v5e: 1x1, 2x2, 2x4") for wrong in ("v5e", "v5e:3x3", "v9:2x2", "", "v5e:")),
+        ("h100:3", "h100: 1, 2, 4, 8$"),
+        *((wrong, "v5p: more by multiples of 4, up to 6,144 chips")
+          for wrong in ("v5p:2x2", "v5p:4x4x6", "v5p:16x16x28", "v5p:4x4x4x4")),
+        ("v5e:4x4x4", "v5e: .*16x16$"),
+    ],
+)  # fmt: skip
+def test_other_slices_are_refused_with_those_that_there_are(topology, words):
+    with pytest.raises(ValueError, match=f"there is no slice .*{words}"):
         devices_of(topology)
 
 
@@ -282,6 +295,24 @@ def test_changes_are_those_that_the_run_leaves_room_for():
     }
 
 
+def test_changes_can_be_typed_and_bring_every_batch_down():
+    run = config(mesh=MeshConfig(data=4), data=DataConfig(batch_size=24, sequence_length=128))
+    found = changes(run, jax.devices()[:1] * 4)
+    assert [step[0] for step in found["mesh"]] == [
+        "--mesh.data -1 --mesh.fsdp 2", "--mesh.data -1 --mesh.fsdp 4",
+    ]  # fmt: skip
+    assert [step[0] for step in found["batch"]] == ["--data.batch-size 16", "--data.batch-size 8"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.0, "0 B"), (1.0, "1 B"), (999.4, "999 B"), (999.6, "1 kB"), (1234.0, "1.23 kB"),
+     (2.55e-6, "2.55 uB"), (0.0995, "99.5 mB"), (3.21e17, "321 PB"), (4.58e-9, "4.58 nB"), (999.9e12, "1 PB")],
+)  # fmt: skip
+def test_numbers_are_scaled_to_their_units(value, words):
+    assert scaled(value, "B") == words
+
+
 def test_every_chip_is_found_by_its_kind_and_longer_names_come_first():
     for each in CHIPS:
         assert chip(f"{each.kind} x") == each
@@ -295,7 +326,10 @@ def test_the_command_says_whether_it_fits_in_words_and_json(capsys, monkeypatch)
         main(["plan", path, "--topology", "v5e:2x2", "--quick"])
     words = capsys.readouterr().out
     assert "v5e:2x2: 4 x TPU v5 lite, mesh data 4" in words
-    assert "15.75  fits" in words
+    assert re.search(r"total +\d+\.\d\n +capacity +16,128\.0\n +it fits\n", words)
+    assert re.search(r"all-reduce +\d+ +\d+ kB\n", words)
+    assert re.search(r"\n +memory +[\d.]+ us +arguments .* at 819 GB/s\n", words)
+    assert " 0 s" not in words
     with pytest.raises(SystemExit, match="1"):
         main(["plan", path, "--topology", "v5e:1x1", "--quick", "--json", "--loss-chunk", "None",
               "--model.vocab-size", "400000", "--data.batch-size", "1", "--model.remat", "full",
@@ -313,7 +347,9 @@ def test_the_command_says_whether_it_fits_in_words_and_json(capsys, monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["configs/debug.py", "--topology", "v5e:9x9"], "there is no slice 'v5e:9x9'"),
+     (["configs/debug.py", "--topology", "v5p:4x4x996"], "up to 6,144 chips"),
      (["configs/none.py", "--topology", "v5e:2x2"], "there is no config configs/none.py"),
+     (["README.md", "--topology", "v5e:2x2"], "is no Python file; usage: jaxslm plan CONFIG.py"),
      (["--topology", "v5e:2x2"], "the config comes first"),
      (["configs/debug.py", "--topology", "v5e:2x2", "--decode", "--rows", "0"],
       "--rows must be 1 or more"),
