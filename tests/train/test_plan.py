@@ -307,7 +307,8 @@ def test_changes_can_be_typed_and_bring_every_batch_down():
 @pytest.mark.parametrize(
     ("value", "words"),
     [(0.0, "0 B"), (1.0, "1 B"), (999.4, "999 B"), (999.6, "1 kB"), (1234.0, "1.23 kB"),
-     (2.55e-6, "2.55 uB"), (0.0995, "99.5 mB"), (3.21e17, "321 PB"), (4.58e-9, "4.58 nB"), (999.9e12, "1 PB")],
+     (2.55e-6, "2.55 uB"), (0.0995, "99.5 mB"), (3.21e17, "321 PB"),
+     (4.58e-9, "4.58 nB"), (999.9e12, "1 PB")],
 )  # fmt: skip
 def test_numbers_are_scaled_to_their_units(value, words):
     assert scaled(value, "B") == words
