@@ -7,7 +7,7 @@ from typing import Any
 from jaxslm.sharding import make_mesh
 from jaxslm.weights import abstract_parameters
 from train.config import TrainConfig
-from train.plan import Plan, plan_training
+from train.plan import Memory, Plan, plan_training
 from train.topology import devices_of
 
 Progress = Callable[[str], None]
@@ -144,23 +144,37 @@ def largest_batch(config: TrainConfig, topology: str, progress: Progress) -> int
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices_of(topology))
     pieces = mesh.shape["data"] * mesh.shape["fsdp"]
 
-    def fits(rows: int) -> bool:
+    def memory(rows: int) -> Memory | None:
         progress(f"trying {rows} sequences a device")
         data = replace(config.data, batch_size=rows * pieces * config.accumulation)
-        return plan_training(replace(config, data=data), topology, quick=True).fits
+        return plan_training(replace(config, data=data), topology, quick=True).memory
 
-    return most(fits)
+    return most(memory)
 
 
-def most(fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, to a sixteenth of itself, where every smaller one does."""
-    if not fits(1):
-        return 0
-    low = 1
-    while fits(2 * low):
-        low *= 2
-    high = 2 * low
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+def most(memory: Callable[[int], Memory | None]) -> int:
+    """The largest number that fits, to a sixteenth of itself, where every smaller one does.
+
+    Each number tried is where the line through the last two that fit meets the capacity.
+
+    Args:
+        memory: that a number takes; None where the compiler refuses it.
+    """
+    fitting: list[tuple[int, Memory]] = []
+    low, high = 0, None
+    while high is None or high - low > max(1, low // 16):
+        number = max(1, 2 * low)
+        if len(fitting) > 1:
+            (before, less), (_, last) = fitting[-2:]
+            free, each = last.capacity - last.total, (last.total - less.total) / (low - before)
+            number = min(8 * low, low + int(free / each) if each > 0 else number)
+        number = max(number, low + max(1, low // 16))
+        if high is not None and number >= high:
+            number = (low + high) // 2
+        found = memory(number)
+        if found is not None and found.total <= found.capacity:
+            low = number
+            fitting.append((number, found))
+        else:
+            high = number
     return low

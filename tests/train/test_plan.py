@@ -135,11 +135,24 @@ def test_the_largest_batch_is_of_each_device(monkeypatch):
     assert largest_batch(config(), "v5e:2x2", lambda words: None) == 11
 
 
-def test_most_is_found_to_a_sixteenth():
-    assert most(lambda n: False) == 0
-    for limit in (1, 2, 3, 5, 16, 31):
-        assert most(lambda n, limit=limit: n <= limit) == limit
-    assert 940 <= most(lambda n: n <= 1000) <= 1000
+@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize(
+    "total", [lambda n: 10 * n, lambda n: 500 + n, lambda n: n * n, lambda n: 10 * -(-n // 8)]
+)
+def test_most_is_found_to_a_sixteenth_in_few_trials(total, refused):
+    for capacity in (0, 9, 10, 25, 501, 503, 530, 1000, 10_000):
+        tried = []
+
+        def memory(n, capacity=capacity, tried=tried):
+            tried.append(n)
+            fits = total(n) <= capacity
+            return None if refused and not fits else Memory(total(n), 0, 0, 0, capacity)
+
+        found = most(memory)
+        best = max((n for n in range(20_000) if n == 0 or total(n) <= capacity), default=0)
+        assert best - max(0, best // 16) <= found <= best
+        assert len(tried) <= 12
+        assert len(tried) == len(set(tried))
 
 
 @needs_compiler
