@@ -15,16 +15,16 @@ from jaxslm import GPTConfig, LumenConfig, RippleConfig
 from tests.conftest import REPOSITORY
 
 LUMEN = Case(
-    "Lumen", LumenConfig(num_layers=2, hidden_dim=32, intermediate_dim=48, vocab_size=64), 2, 16,
+    "Lumen", LumenConfig(num_layers=2, hidden_dim=32, intermediate_dim=48, vocab_size=64), 2, 16, 2,
     {("update", "float32", EAGER): 0.0},
 )  # fmt: skip
 GPT = Case(
     "GPT",
     GPTConfig(n_layer=2, n_embd=32, n_head=4, n_kv_head=2, vocab_size=64, block_size=16),
-    2, 16, {("update", "float32", EAGER): 1e9}, compiles_within=1e-9,
+    2, 16, 1, {("update", "float32", EAGER): 1e9}, compiles_within=1e-9,
 )  # fmt: skip
 RIPPLE = Case(
-    "Ripple", RippleConfig(n_layer=2, n_embd=36, dropout=0.0, attention_window=5), 2, 16, {}
+    "Ripple", RippleConfig(n_layer=2, n_embd=36, dropout=0.0, attention_window=5), 2, 16, 2, {}
 )
 
 
