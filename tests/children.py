@@ -4,11 +4,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.conftest import REPOSITORY
+
 EIGHT = "--xla_force_host_platform_device_count=8"
 on_eight_devices = pytest.mark.skipif(
     EIGHT not in os.environ.get("XLA_FLAGS", ""),
